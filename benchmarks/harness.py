@@ -1,0 +1,194 @@
+"""Trials: several systems at the same work, in one process.
+
+Two runs one after the other cannot be compared on a shared machine, where a step takes 0.6 s in one minute and 0.9 s
+in the next. Here every system does one step in turn, round after round, and what is reported is the median of the
+ratios within a round. So all systems must be alive at the same time, each with a model of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch._inductor.utils import fresh_cache
+
+import remat_compiler
+from remat_compiler.measure import measure_peak, tensor_bytes
+from remat_passes.errors import RematError
+from remat_passes.plan import RematPlan
+
+Batch = tuple[torch.Tensor, ...]
+Forward = Callable[..., torch.Tensor]  # model and batch in, loss out
+
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One way to run a step: eager, or a backend of ``torch.compile`` with its options."""
+
+    name: str
+    backend: str | None = None  # None is eager
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """A system at work: warmed up, with a model and inputs of its own."""
+
+    system: System
+    model: nn.Module
+    batch: Batch
+    step: Callable[[], torch.Tensor]  # forward and backward, from no gradients; returns the loss
+    compile_s: float  # the first step's time less a warm one's
+    planning_s: float | None  # of compile_s, what remat's planner took
+    plan: RematPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The step times of one trial: its fastest, and the median of its ratios to the reference in the same round."""
+
+    min_ms: float
+    ratio: float
+
+
+def _loss(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(*batch)
+    return loss
+
+
+def compiled(system: System) -> Forward:
+    """``system``'s version of calling the model, compiled when it is first called.
+
+    Dynamo keeps the compiled versions of one code object in one list and gives up at eight of them, so each system gets
+    a copy of the code.
+    """
+    if system.backend is None:
+        return _loss
+    name = f"loss_{next(_numbers)}"  # equal code objects are one to Dynamo's tables, so the names differ
+    own = types.FunctionType(_loss.__code__.replace(co_name=name), globals(), name)
+    return torch.compile(own, backend=system.backend, options=system.options or None)
+
+
+def start(system: System, model: nn.Module, batch: Batch) -> Trial:
+    """Compile and warm ``system`` up on a copy of ``model``.
+
+    Raises:
+        RematError: remat refused the step.
+    """
+    model, forward = copy.deepcopy(model), compiled(system)
+
+    def step() -> torch.Tensor:
+        clear_gradients(model)
+        loss = forward(model, *batch)
+        loss.backward()
+        return loss.detach()
+
+    num_plans = len(remat_compiler.plans())
+    with fresh_cache(), refusals():  # no system profits from what another has compiled
+        first_s = seconds(step)
+    warm_s = min(seconds(step) for _ in range(2))
+    plans = remat_compiler.plans()[num_plans:]
+    planning_s = sum(remat_compiler.planning_seconds()[num_plans:]) if plans else None
+    return Trial(system, model, batch, step, max(first_s - warm_s, 0.0), planning_s, plans[-1] if plans else None)
+
+
+def warm_inductor_up() -> None:
+    """Compile a trifle, or the first system to compile pays for Inductor's imports and its precompiled header."""
+    x = torch.ones(64, requires_grad=True)
+    torch.compile(lambda x: x.sin().sum())(x).backward()
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """A ``RematError`` that Dynamo has wrapped comes out as itself."""
+    try:
+        yield
+    except Exception as error:
+        refusal = _refusal_in(error)
+        if refusal is None:
+            raise
+        raise refusal from None
+
+
+def _refusal_in(error: BaseException | None) -> RematError | None:
+    seen = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, RematError):
+            return error
+        seen.add(id(error))
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return None
+
+
+def clear_gradients(model: nn.Module) -> None:
+    """Gradients are part of a step's memory, so every step starts without any."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """The wall time of one call, its work on a CUDA device included."""
+    start_s = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start_s
+
+
+def measured_total_bytes(trial: Trial) -> int:
+    """The trial's own parameters, buffers and inputs, and the measured peak of one step above them.
+
+    This is what ``memory_budget`` means on CPU. What the other trials hold is not counted.
+    """
+    clear_gradients(trial.model)
+    own_bytes = tensor_bytes(trial.model, trial.batch)
+    return own_bytes + measure_peak(trial.step, trial.batch[0].device.type).above_baseline_bytes
+
+
+def interleaved_times(trials: Sequence[Trial], reference: Trial, num_rounds: int) -> list[StepTimes]:
+    """The step times of every trial. Each round starts with another trial, so that none always follows the same one."""
+    times_s: list[list[float]] = [[] for _ in trials]
+    for round_number in range(num_rounds):
+        for turn in range(len(trials)):
+            index = (round_number + turn) % len(trials)
+            times_s[index].append(seconds(trials[index].step))
+    reference_s = times_s[trials.index(reference)]
+    return [
+        StepTimes(min(own_s) * 1e3, statistics.median(a / b for a, b in zip(own_s, reference_s, strict=True)))
+        for own_s in times_s
+    ]
+
+
+def reference_gradients(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """Each parameter's gradient from eager PyTorch in float64: the truth that float32 results are held against."""
+    precise = copy.deepcopy(model).double()
+    inputs = [tensor.double() if tensor.is_floating_point() else tensor for tensor in batch]
+    precise(*inputs).backward()
+    return {name: parameter.grad for name, parameter in precise.named_parameters() if parameter.grad is not None}
+
+
+def gradient_error(trial: Trial, reference: Mapping[str, torch.Tensor]) -> float:
+    """The largest relative error (2-norm) that one parameter's gradient has; no error hides behind another gradient."""
+    trial.step()
+    gradients = {name: parameter.grad for name, parameter in trial.model.named_parameters()}
+    return max(_relative_error(gradients[name], truth) for name, truth in reference.items())
+
+
+def _relative_error(gradient: torch.Tensor | None, truth: torch.Tensor) -> float:
+    if gradient is None:
+        return float("inf")
+    distance, size = (gradient.double() - truth).norm().item(), truth.norm().item()
+    if size == 0:
+        return 0.0 if distance == 0 else float("inf")
+    return float(distance / size)

@@ -1,0 +1,384 @@
+"""The cut: which values to save and which to recompute, as one exact minimum s-t cut.
+
+For each forward value v there are two booleans: ``need(v)``, v exists in backward, and ``redo(v)``, v is computed there
+again. Redoing v needs its inputs. The cost is ``recompute(v)`` where v is redone and ``save(v)`` where v is needed and not
+redone; both are submodular, so the optimum is a minimum cut with two flow nodes a value (docs/cut.md):
+
+    (1) source -> need(v)       infinite      backward reads v
+    (2) need(v) -> redo(v)      save(v)       infinite when v may not be saved
+    (3) redo(v) -> sink         recompute(v)  infinite when v may not be recomputed
+    (4) redo(v) -> need(u)      infinite      for each input u of v
+
+One boolean a value cannot price "saved" apart from "not needed", which is why torch/_functorch/partitioners.py has no
+price for recomputing and bans it by rule instead. Capacities are integers, because a float flow can return a partition
+that is not the cut.
+
+Kolmogorov, Zabih: What energy functions can be minimized via graph cuts? (PAMI 26(2), 2004).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
+
+from .errors import CannotPartitionError
+
+
+@dataclass(frozen=True, slots=True)
+class CutValue:
+    """One value of the problem. ``None`` as a price means: not allowed."""
+
+    name: str
+    inputs: tuple[int, ...]  # positions of the values that recomputing this one reads; all smaller than its own
+    is_required: bool  # backward itself reads it
+    bytes: int
+    save_ps: int | None
+    recompute_ps: int | None
+    no_save: str = "it may not be saved"  # why not, for the error
+    no_recompute: str = "it may not be recomputed"
+
+
+CutProblem = tuple[CutValue, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A decision for each value, and what it adds up to."""
+
+    need: frozenset[int]
+    redo: frozenset[int]
+    saved_bytes: int
+    time_ps: int  # of all saves and all recomputes
+
+    @property
+    def saved(self) -> frozenset[int]:
+        return self.need - self.redo
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a byte costs, as the exact fraction ``byte_weight / time_weight`` picoseconds a byte."""
+
+    time_weight: int
+    byte_weight: int
+
+
+def fastest_price(problem: CutProblem) -> Price:
+    """Time decides, bytes break ties."""
+    return Price(time_weight=1 + sum(value.bytes for value in problem), byte_weight=1)
+
+
+def smallest_price(problem: CutProblem) -> Price:
+    """Bytes decide, time breaks ties."""
+    return Price(time_weight=1, byte_weight=1 + _total_ps(problem))
+
+
+def _total_ps(problem: CutProblem) -> int:
+    return sum((value.save_ps or 0) + (value.recompute_ps or 0) for value in problem)
+
+
+SOURCE, SINK = -1, -2
+
+
+def solve(problem: CutProblem, price: Price) -> Cut:
+    """The cheapest cut at one price; among equals the one that needs the fewest values, so it is unique.
+
+    Raises:
+        CannotPartitionError: a value that backward needs can be neither saved nor recomputed.
+    """
+    return Network(problem).solve(price)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """A capacity of ``time_weight * time_ps + byte_weight * bytes``, or more than all of those together."""
+
+    tail: int
+    head: int
+    time_ps: int
+    bytes: int
+    is_infinite: bool
+
+
+class Network:
+    """The flow network of one problem: built once, solved at many prices.
+
+    Only values that backward can come to need take part. A value that may not be saved takes one flow node for both of its
+    booleans; a view takes the node of what it shows; a value that only one recomputation reads is needed exactly when that
+    one happens and takes its node. No cut changes, and most flow nodes go.
+    """
+
+    def __init__(self, problem: CutProblem) -> None:
+        self.problem = problem
+        self.need: dict[int, int] = {}
+        self.redo: dict[int, int] = {}  # absent: may not be recomputed
+        self._name_flow_nodes()
+        self.edges = list(self._edges())
+        self.finite_ps = sum(edge.time_ps for edge in self.edges)
+        self.finite_bytes = sum(edge.bytes for edge in self.edges)
+        self.graph = nx.DiGraph([(SOURCE, SOURCE), (SINK, SINK)])
+        for edge in self.edges:
+            self.graph.add_edge(edge.tail, edge.head, capacity=0, flow=0)
+            if not self.graph.has_edge(edge.head, edge.tail):
+                self.graph.add_edge(edge.head, edge.tail, capacity=0, flow=0)
+        self.graph.remove_edges_from([(SOURCE, SOURCE), (SINK, SINK)])
+
+    def solve(self, price: Price) -> Cut:
+        """The cheapest cut at one price (see ``solve``)."""
+        big = 1 + price.time_weight * self.finite_ps + price.byte_weight * self.finite_bytes
+        self._set_capacities(price, big)
+        residual = boykov_kolmogorov(self.graph, SOURCE, SINK, residual=self.graph)
+        flow = residual.graph["flow_value"]
+        if flow >= big:
+            raise CannotPartitionError(_conflict(self.problem))
+        side = _source_side(residual)
+        need = frozenset(index for index, node in self.need.items() if node in side)
+        cut = cut_of(self.problem, need, frozenset(index for index in need if self.redo.get(index) in side))
+        if _value(cut, price) != flow:
+            raise AssertionError(f"the partition costs {_value(cut, price)}, the flow is {flow}")
+        return cut
+
+    def _set_capacities(self, price: Price, big: int) -> None:
+        for _, _, attributes in self.graph.edges(data=True):
+            attributes["capacity"] = 0
+        for edge in self.edges:
+            capacity = big if edge.is_infinite else price.time_weight * edge.time_ps + price.byte_weight * edge.bytes
+            attributes = self.graph[edge.tail][edge.head]
+            attributes["capacity"] = min(big, attributes["capacity"] + capacity)
+        self.graph.graph["inf"] = big * (1 + len(self.edges))  # networkx stops there; no flow is as large
+
+    def _name_flow_nodes(self) -> None:
+        readers = self._single_readers()
+        for index in sorted(_reachable(self.problem), reverse=True):
+            if index in readers:
+                self.need[index] = self.redo[readers[index]]
+            elif index not in self.need:
+                self.need[index] = 2 * index
+            value = self.problem[index]
+            if value.recompute_ps is not None:
+                self.redo[index] = self.need[index] if value.save_ps is None else 2 * index + 1
+
+    def _single_readers(self) -> dict[int, int]:
+        """Values that backward itself does not read and that exactly one recomputation does, with that one."""
+        readers: dict[int, set[int]] = {}
+        for index in _reachable(self.problem):
+            for source in self.problem[index].inputs if self.problem[index].recompute_ps is not None else ():
+                readers.setdefault(source, set()).add(index)
+        return {
+            source: next(iter(found))
+            for source, found in readers.items()
+            if len(found) == 1 and not self.problem[source].is_required
+        }
+
+    def _edges(self) -> Iterator[_Edge]:
+        for index, need in sorted(self.need.items()):
+            value, redo = self.problem[index], self.redo.get(index, SINK)
+            if value.is_required:
+                yield _Edge(SOURCE, need, 0, 0, is_infinite=True)
+            if need != redo:
+                yield _Edge(need, redo, value.save_ps or 0, value.bytes, is_infinite=value.save_ps is None)
+            if redo != SINK:
+                yield _Edge(redo, SINK, value.recompute_ps or 0, 0, is_infinite=False)
+                for source in value.inputs:
+                    if self.need[source] != redo:
+                        yield _Edge(redo, self.need[source], 0, 0, is_infinite=True)
+
+
+def _reachable(problem: CutProblem) -> set[int]:
+    """The values that backward can come to need at all."""
+    found: set[int] = set()
+    stack = [index for index, value in enumerate(problem) if value.is_required]
+    while stack:
+        index = stack.pop()
+        if index not in found:
+            found.add(index)
+            stack.extend(problem[index].inputs if problem[index].recompute_ps is not None else ())
+    return found
+
+
+def _source_side(residual: nx.DiGraph) -> set[int]:
+    side, stack = {SOURCE}, [SOURCE]
+    while stack:
+        for head, edge in residual[stack.pop()].items():
+            if head not in side and edge["capacity"] > edge["flow"]:
+                side.add(head)
+                stack.append(head)
+    return side
+
+
+def cut_of(problem: CutProblem, need: frozenset[int], redo: frozenset[int]) -> Cut:
+    """Add up what decisions cost."""
+    saved = need - redo
+    time_ps = sum(problem[i].save_ps or 0 for i in saved) + sum(problem[i].recompute_ps or 0 for i in redo)
+    return Cut(need, redo, sum(problem[i].bytes for i in saved), time_ps)
+
+
+def cut_of_saved(problem: CutProblem, saved: frozenset[int]) -> Cut:
+    """The cut in which exactly the needed values of ``saved`` are saved and all else that is needed is recomputed.
+
+    Raises:
+        CannotPartitionError: a value outside ``saved`` is needed and may not be recomputed, and is not an input either.
+    """
+    need: set[int] = set()
+    redo: set[int] = set()
+    stack = [index for index, value in enumerate(problem) if value.is_required]
+    while stack:
+        index = stack.pop()
+        if index in need:
+            continue
+        need.add(index)
+        if index in saved or problem[index].recompute_ps is None:
+            if problem[index].save_ps is None:
+                raise CannotPartitionError(_sentence(problem[index]))
+            continue
+        redo.add(index)
+        stack.extend(problem[index].inputs)
+    return cut_of(problem, frozenset(need), frozenset(redo))
+
+
+def _conflict(problem: CutProblem) -> str:
+    """Follow what may not be saved back to something that may not be recomputed, and say so."""
+    parent: dict[int, int | None] = {i: None for i, value in enumerate(problem) if value.is_required}
+    queue = sorted(parent)
+    while queue:
+        index = heapq.heappop(queue)
+        value = problem[index]
+        if value.save_ps is not None:
+            continue
+        if value.recompute_ps is None:
+            return _sentence(value) + _readers(problem, parent, index)
+        for source in value.inputs:
+            if source not in parent:
+                parent[source] = index
+                heapq.heappush(queue, source)
+    raise AssertionError("the flow is infinite, yet no value is both unsavable and not recomputable")
+
+
+def _sentence(value: CutValue) -> str:
+    return (
+        f"Backward needs {value.name}, which can be neither saved ({value.no_save}) nor recomputed ({value.no_recompute})."
+        " Change the annotation or the operation, or compile with fallback='inductor'."
+    )
+
+
+def _readers(problem: CutProblem, parent: dict[int, int | None], index: int) -> str:
+    chain = []
+    reader = parent[index]
+    while reader is not None:
+        chain.append(f"{problem[reader].name} ({problem[reader].no_save})")
+        reader = parent[reader]
+    return f" It is needed by {', which is needed by '.join(chain)}." if chain else ""
+
+
+# -- the sweep over prices ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What a sweep over prices found.
+
+    ``vertices`` lie on the lower convex hull of (saved bytes, time), from the fastest cut to the smallest. ``duals`` holds,
+    for each price asked, the optimal value: no decision whatever lies below these lines.
+    """
+
+    vertices: tuple[Cut, ...]
+    duals: tuple[tuple[Price, int], ...]
+
+    def lower_bound_ps(self, saved_bytes: int) -> int | None:
+        """The least time of any decision that saves at most ``saved_bytes``; ``None`` when none saves so little."""
+        if saved_bytes < self.vertices[-1].saved_bytes:
+            return None
+        return max((value - price.byte_weight * saved_bytes) // price.time_weight for price, value in self.duals)
+
+
+def sweep(problem: CutProblem, max_cuts: int) -> Sweep:
+    """The hull of (saved bytes, time).
+
+    Each solve either finds a new vertex or proves an edge, the widest gap first, so ``max_cuts`` (at least 2) bounds the
+    work; a sweep that is cut short still consists of optimal cuts, and its bound still holds.
+    """
+    network = Network(problem)
+    fast, small = network.solve(fastest_price(problem)), network.solve(smallest_price(problem))
+    duals = [(price, _value(cut, price)) for price, cut in ((fastest_price(problem), fast), (smallest_price(problem), small))]
+    vertices = [fast, small] if fast.saved_bytes > small.saved_bytes else [fast]
+    gaps = [_gap(fast, small)] if len(vertices) == 2 else []
+    for _ in range(max_cuts - 2):
+        if not gaps:
+            break
+        _, _, left, right = heapq.heappop(gaps)
+        price = _slope(left, right)
+        middle = network.solve(price)
+        duals.append((price, _value(middle, price)))
+        if _value(middle, price) < _value(left, price):
+            vertices.append(middle)
+            heapq.heappush(gaps, _gap(left, middle))
+            heapq.heappush(gaps, _gap(middle, right))
+    return Sweep(tuple(sorted(vertices, key=lambda cut: cut.time_ps)), tuple(duals))
+
+
+def _gap(left: Cut, right: Cut) -> tuple[int, int, Cut, Cut]:
+    return (right.saved_bytes - left.saved_bytes, left.time_ps, left, right)
+
+
+def _slope(left: Cut, right: Cut) -> Price:
+    """The price at which both cuts cost the same."""
+    return Price(time_weight=left.saved_bytes - right.saved_bytes, byte_weight=right.time_ps - left.time_ps)
+
+
+def _value(cut: Cut, price: Price) -> int:
+    return price.time_weight * cut.time_ps + price.byte_weight * cut.saved_bytes
+
+
+def between(problem: CutProblem, fast: Cut, small: Cut) -> tuple[Cut, ...]:
+    """The cuts between two neighbours of the hull.
+
+    Where the neighbours differ, the difference falls apart into components that share no finite edge, so each can be taken
+    from either side (identical layers are such components). The first layers of forward switch first: their values are
+    recomputed at the end of backward, when little else is alive.
+    """
+    points, state = [], fast
+    for component in _components(problem, fast, small):
+        state = cut_of(
+            problem,
+            (state.need - component.need) | (component.need & small.need),
+            (state.redo - component.redo) | (component.redo & small.redo),
+        )
+        points.append(state)
+    return tuple(points[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Component:
+    need: frozenset[int]
+    redo: frozenset[int]
+
+
+def _components(problem: CutProblem, fast: Cut, small: Cut) -> list[_Component]:
+    differ = {(i, "need") for i in fast.need ^ small.need} | {(i, "redo") for i in fast.redo ^ small.redo}
+    links: nx.Graph = nx.Graph()
+    links.add_nodes_from(sorted(differ))
+    for index, _ in sorted(differ):
+        ties: list[tuple[int, str]] = [(index, "need"), *((source, "need") for source in problem[index].inputs)]
+        links.add_edges_from(
+            ((index, "redo"), tie) for tie in ties if (index, "redo") in differ and tie in differ
+        )
+    components = [
+        _Component(
+            frozenset(i for i, state in part if state == "need"), frozenset(i for i, state in part if state == "redo")
+        )
+        for part in nx.connected_components(links)
+    ]
+    return sorted(components, key=lambda part: min(part.need | part.redo))
+
+
+def keeping(problem: CutProblem, kept: Iterable[int]) -> CutProblem:
+    """The problem in which the values ``kept`` are saved whenever they are needed."""
+    forced = frozenset(kept)
+    return tuple(
+        replace(value, recompute_ps=None, no_recompute="it is kept as a boundary") if i in forced else value
+        for i, value in enumerate(problem)
+    )

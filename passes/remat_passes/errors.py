@@ -1,0 +1,40 @@
+"""Errors that speak to the user.
+
+Every text says what was asked, what is possible and what to do. Dynamo wraps what a backend raises and keeps the text,
+so each message must be readable without its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RematError(Exception):
+    """Base class of everything that remat raises on purpose."""
+
+
+class ConfigError(RematError):
+    """An option is unknown or its value is malformed."""
+
+
+class BudgetInfeasibleError(RematError):
+    """No plan of the step fits into the memory budget."""
+
+
+class CannotSplitError(RematError):
+    """The step cannot be split into micro-batches without changing what it computes."""
+
+
+class CannotPartitionError(RematError):
+    """A value that backward needs can be neither saved nor recomputed."""
+
+
+class PlanFileError(RematError):
+    """A plan file is damaged, or was written by another schema."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """A sentence that offers the nearest spelling of ``word``, or an empty string when nothing is near."""
+    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

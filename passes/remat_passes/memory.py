@@ -1,0 +1,286 @@
+"""The memory model: how many bytes are alive at each kernel of the step.
+
+The simulator replays forward and then backward in the order that will run. It is the planner's oracle, the tests' oracle
+and the picture that users see, and its truth is the allocator (docs/memory-model.md lists what is exact and what is
+estimated). Under Inductor, work is replayed by kernel:
+
+(1) a pointwise result exists only when a kernel of its own, an output or many readers ask for it; else its readers
+    compute it on the fly and keep *its operands* alive instead;
+(2) written results that no reader outside their kernel asks for are never allocated;
+(3) a kernel's results are allocated before its last operands are freed, except that a pointwise result takes over the
+    storage of an operand of the same size that dies there.
+
+With ``fuses=False`` (the eager lowering) each op is a kernel, and nothing is taken over.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .cut import Cut
+from .joint import JointGraph, Role
+from .ops import FUSIBLE, OpKind
+from .schedule import Schedule, schedule
+
+# A pointwise result with more reads than this is written by Inductor once several readers want it
+# (torch/_inductor/config.py, ``realize_reads_threshold``).
+REALIZE_READS = 4
+
+# What the allocator rounds a block up to: CPU hands out what was asked for (c10/core/CPUAllocator.cpp counts the bytes
+# asked), CUDA rounds to 512 bytes (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``).
+BLOCK_BYTES = {"cpu": 1, "cuda": 512}
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """The memory while one kernel runs: which op leads it, on which side, and how many bytes are allocated."""
+
+    name: str
+    is_backward: bool
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The memory of one step. ``peak_values`` names what is alive at the peak, with its bytes, largest first."""
+
+    timeline: tuple[Instant, ...]
+    peak_bytes: int
+    peak_values: tuple[tuple[str, int], ...]
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """A kernel while the graph is cut into kernels: its results, and the last op of it to read each operand."""
+
+    lead: int
+    fuses: bool
+    domains: set[int]
+    results: list[int] = field(default_factory=list)
+    reads: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """The memory of a joint graph under a lowering, for any decision."""
+
+    joint: JointGraph
+    fuses: bool
+    already_allocated_bytes: int | None = None  # None: parameters, buffers and inputs
+
+    @cached_property
+    def _block(self) -> int:
+        return BLOCK_BYTES.get(self.joint.device_type, BLOCK_BYTES["cuda"])
+
+    def _rounded(self, index: int) -> int:
+        return -(-self.joint.values[index].bytes // self._block) * self._block
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Allocated bytes of each value's own storage."""
+        return tuple(self._rounded(value.index) for value in self.joint.values)
+
+    @cached_property
+    def elements(self) -> tuple[int, ...]:
+        """Elements of each value."""
+        return tuple(value.numel for value in self.joint.values)
+
+    @cached_property
+    def domains(self) -> tuple[int, ...]:
+        """The size of the loop that computes each value: a reduction runs over what it reads."""
+        return tuple(
+            max([value.numel, *(self.elements[read] for read in self._reads[value.index])])
+            if value.kind is OpKind.REDUCTION
+            else value.numel
+            for value in self.joint.values
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[OpKind, ...]:
+        return tuple(value.kind for value in self.joint.values)
+
+    @cached_property
+    def inputs(self) -> frozenset[int]:
+        """What the caller holds during the whole step."""
+        return frozenset(v.index for v in self.joint.values if v.kind is OpKind.INPUT and v.role is not Role.TANGENT)
+
+    @cached_property
+    def baseline_bytes(self) -> int:
+        """What is allocated before the step: on CPU, where no counter says, the graph's own inputs."""
+        own = sum(self.sizes[i] for i in self.inputs)
+        return own if self.already_allocated_bytes is None else max(own, self.already_allocated_bytes)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """What backward hands out."""
+        return sum(self.sizes[i] for i in {self.joint.values[i].base for i in self.joint.backward_outputs} - self.inputs)
+
+    @cached_property
+    def _reads(self) -> tuple[tuple[int, ...], ...]:
+        """The storages that each op reads, seen through views."""
+        values = self.joint.values
+        return tuple(tuple(dict.fromkeys(values[i].base for i in value.inputs)) for value in values)
+
+    @cached_property
+    def _parts(self) -> Mapping[int, tuple[int, ...]]:
+        parts = defaultdict(list)
+        for value in self.joint.values:
+            if value.kind is OpKind.PART:
+                parts[value.inputs[0]].append(value.index)
+        return {op: tuple(found) for op, found in parts.items()}
+
+    def project(self, cut: Cut, order: Schedule | None = None) -> Projection:
+        """Replay the step for a decision."""
+        order = order or schedule(self.joint, cut)
+        values = self.joint.values
+        outputs = {values[i].base for i in self.joint.forward_outputs}
+        kept = {values[i].base for i in cut.saved} - self.inputs
+        gradients = {values[i].base for i in self.joint.backward_outputs}
+        tangents = {v.index for v in values if v.role is Role.TANGENT}
+        copies = cut.saved & self.joint.mutated_inputs
+        held = self.baseline_bytes + sum(self.sizes[i] for i in copies)
+
+        forward = _Replay(self, order.forward, outputs | kept, {}, held, is_backward=False)
+        entering = dict.fromkeys((kept - outputs) | tangents, 0)
+        held += sum(self.sizes[i] for i in outputs - self.inputs)
+        backward = _Replay(self, order.backward, gradients, entering, held, is_backward=True)
+        peak = max(forward.run(), backward.run(), key=lambda found: found[0])
+        return Projection(
+            timeline=(*forward.timeline, *backward.timeline),
+            peak_bytes=peak[0],
+            peak_values=self._named(peak[1] | (outputs if peak[2] else set()) - self.inputs),
+        )
+
+    def _named(self, alive: Iterable[int]) -> tuple[tuple[str, int], ...]:
+        """Values with bytes, largest first; everything held before the step stands first as one entry."""
+        found = [(self.joint.values[i].name, self.sizes[i]) for i in alive if self.sizes[i]]
+        found.append(("parameters, buffers and inputs", self.baseline_bytes))
+        return tuple(sorted(found, key=lambda entry: (-entry[1], entry[0])))
+
+
+class _Replay:
+    """One graph, cut into kernels and replayed."""
+
+    def __init__(
+        self,
+        model: MemoryModel,
+        order: Sequence[int],
+        outputs: set[int],
+        entering: Mapping[int, int],
+        held_bytes: int,
+        *,
+        is_backward: bool,
+    ) -> None:
+        self.model, self.order, self.outputs, self.is_backward = model, order, outputs, is_backward
+        self.entering, self.held_bytes = entering, held_bytes
+        self.timeline: list[Instant] = []
+        self.kernels: list[_Kernel] = []
+        self.kernel_of: dict[int, int] = {}
+        self.leaves: dict[int, tuple[int, ...]] = {}
+
+    def run(self) -> tuple[int, set[int], bool]:
+        """The peak, what is alive at it, and whether that is in backward."""
+        self._cut_into_kernels()
+        return self._replay()
+
+    # -- (1) which results are written, and by which kernel
+
+    def _cut_into_kernels(self) -> None:
+        consumers = self._consumers()
+        kinds = self.model.kinds
+        for index in self.order:
+            kind = kinds[index]
+            if kind in (OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC, OpKind.INPUT):
+                continue
+            leaves = self._leaf_reads(index)
+            if self.model.fuses and kind in FUSIBLE and not self._is_written(index, consumers[index], leaves):
+                self.leaves[index] = leaves
+                continue
+            self._place(index, leaves)
+
+    def _consumers(self) -> dict[int, list[int]]:
+        consumers: dict[int, list[int]] = defaultdict(list)
+        kinds, reads = self.model.kinds, self.model._reads
+        for index in self.order:
+            if kinds[index] not in (OpKind.VIEW, OpKind.PART):
+                for read in reads[index]:
+                    consumers[read].append(index)
+        return consumers
+
+    def _leaf_reads(self, index: int) -> tuple[int, ...]:
+        """The written storages that the op reads once what is computed on the fly is seen through."""
+        found: dict[int, None] = {}
+        for read in self.model._reads[index]:
+            found.update(dict.fromkeys(self.leaves.get(read, (read,))))
+        return tuple(found)
+
+    def _is_written(self, index: int, consumers: Sequence[int], leaves: Sequence[int]) -> bool:
+        kinds = self.model.kinds
+        if index in self.outputs or kinds[index] is OpKind.REDUCTION or index in self.model._parts:
+            return True
+        if any(kinds[c] is OpKind.EXTERN or kinds[c] is OpKind.EFFECT for c in consumers):
+            return True
+        return len(consumers) > 1 and len(leaves) > REALIZE_READS
+
+    def _place(self, index: int, leaves: Sequence[int]) -> None:
+        """Put a written result into the latest kernel that it depends on where it fuses with that one, else into a new."""
+        fuses = self.model.fuses and self.model.kinds[index] in FUSIBLE
+        position = latest = max([self.kernel_of.get(leaf, -1) for leaf in leaves], default=-1)
+        domain = self.model.domains[index]
+        if not (fuses and latest >= 0 and self.kernels[latest].fuses and domain in self.kernels[latest].domains):
+            position = len(self.kernels)
+            self.kernels.append(_Kernel(lead=index, fuses=fuses, domains=set()))
+        kernel = self.kernels[position]
+        kernel.domains.update((domain, self.model.elements[index]))
+        kernel.reads.update(dict.fromkeys(leaves, index))
+        for result in self.model._parts.get(index, (index,)):
+            kernel.results.append(result)
+            self.kernel_of[result] = position
+
+    # -- (2) and (3) what is allocated when
+
+    def _replay(self) -> tuple[int, set[int], bool]:
+        last_use = {read: at for at, kernel in enumerate(self.kernels) for read in kernel.reads}
+        sizes = self.model.sizes
+        alive = set(self.entering)
+        now = self.held_bytes + sum(sizes[i] for i in alive)
+        peak, at_peak = now, set(alive)
+        for at, kernel in enumerate(self.kernels):
+            results = [r for r in kernel.results if self._is_allocated(r, last_use.get(r, -1), at, kernel.fuses)]
+            dying = [r for r in kernel.reads if r in alive and last_use[r] == at and r not in self.outputs]
+            taken = self._taken_over(kernel, results, dying)
+            alive.update(results)
+            now += sum(sizes[r] for r in results) - sum(sizes[r] for r in taken)
+            alive.difference_update(taken)
+            self.timeline.append(Instant(self.model.joint.values[kernel.lead].name, self.is_backward, now))
+            if now > peak:
+                peak, at_peak = now, set(alive)
+            unused = [r for r in results if r not in last_use and r not in self.outputs]
+            for dead in {*dying, *unused} - taken:
+                alive.discard(dead)
+                now -= sizes[dead]
+        return peak, at_peak, self.is_backward
+
+    def _is_allocated(self, result: int, last_use: int, at: int, fuses: bool) -> bool:
+        if result in self.model.inputs:
+            return False
+        return not fuses or result in self.outputs or last_use != at or result not in self.kernel_of
+
+    def _taken_over(self, kernel: _Kernel, results: Sequence[int], dying: Sequence[int]) -> set[int]:
+        """Operands whose storage a result of the kernel takes over."""
+        taken: set[int] = set()
+        if not kernel.fuses:
+            return taken
+        values = self.model.joint.values
+        for result in results:
+            if values[result].kind is not OpKind.POINTWISE:
+                continue
+            for operand in dying:
+                same = self.model.sizes[operand] == self.model.sizes[result]
+                if same and operand not in taken and kernel.reads[operand] == result:
+                    taken.add(operand)
+                    break
+        return taken

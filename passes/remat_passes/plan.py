@@ -1,0 +1,175 @@
+"""RematPlan: what was decided for one captured graph, as data.
+
+One stage writes it, the partitioner obeys it without thinking again, and the command line reads it back from its JSON.
+The text of a plan depends on nothing but the graph, the options and the device's figures, so two runs can be compared
+byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import PlanFileError
+
+SCHEMA = 1
+
+Decision = Literal["save", "recompute", "free"]
+DECISIONS: tuple[Decision, ...] = ("save", "recompute", "free")
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePlan:
+    """What happens to one forward value that backward needs.
+
+    ``decision`` is ``save`` (kept from forward to backward), ``recompute`` (dropped, computed again in backward) or
+    ``free`` (costs no memory: an input that is alive anyway, or a view of another value in this list).
+    """
+
+    name: str
+    op: str
+    shape: tuple[int | str, ...]  # a symbolic size is its expression
+    dtype: str
+    bytes: int
+    module: str  # path of the nn.Module, "" at the top level
+    source: str  # file:line
+    decision: Decision
+    reason: str
+    cost_us: float  # what recomputing this value costs, whatever was decided
+    inputs: tuple[str, ...]  # the forward values that recomputing this one reads
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """One plan that was considered: its projected peak, the bytes it saves and its projected step time."""
+
+    peak_bytes: int
+    saved_bytes: int
+    step_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class RematPlan:
+    """The plan of one captured training graph. Bytes are exact integers, times are projections of the cost model."""
+
+    graph_id: str
+    torch_version: str
+    device: str  # name of the device spec whose prices were used
+    cost_model: str
+    lowering: str
+    budget_bytes: int | None
+    num_microbatches: int
+    projected_peak_bytes: int
+    inductor_peak_bytes: int  # projected peak of plain Inductor's plan: what 100% means
+    baseline_bytes: int  # parameters, buffers and inputs
+    gradient_bytes: int
+    saved_bytes: int
+    recompute_us: float
+    step_us: float
+    inductor_step_us: float
+    lower_bound_us: float
+    values: tuple[ValuePlan, ...]
+    frontier: tuple[FrontierPoint, ...]  # by rising step time, falling peak
+    peak_values: tuple[tuple[str, int], ...]  # what is alive at the projected peak: name and bytes, largest first
+    symbols: tuple[tuple[str, int], ...]  # symbolic sizes and the values they were planned for
+    notes: tuple[str, ...]  # sentences that the user should read
+
+    def to_json(self) -> str:
+        """The plan file's text: keys sorted, one trailing newline."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, sort_keys=True, indent=1) + "\n"
+
+    def value(self, name: str) -> ValuePlan:
+        """The entry called ``name``.
+
+        Raises:
+            KeyError: backward does not need a forward value of that name.
+        """
+        return next_or_raise(self.values, name)
+
+    @staticmethod
+    def from_json(text: str, origin: str) -> RematPlan:
+        """Read a plan file's text back; ``origin`` names it in errors.
+
+        Raises:
+            PlanFileError: the text is not JSON, another schema, or a field is missing or of the wrong kind.
+        """
+        try:
+            record = json.loads(text)
+        except ValueError as error:
+            raise PlanFileError(f"{origin} is not a plan file: {error}. Write it again with REMAT_DUMP_DIR.") from None
+        if not isinstance(record, dict) or "schema" not in record:
+            raise PlanFileError(f"{origin} is not a plan file: it has no 'schema'. Write it again with REMAT_DUMP_DIR.")
+        if record["schema"] != SCHEMA:
+            raise PlanFileError(
+                f"{origin} has plan schema {record['schema']!r}; this remat reads schema {SCHEMA}."
+                " Read it with the version that wrote it, or write it again."
+            )
+        try:
+            return _plan_from_record(record)
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise PlanFileError(f"{origin} is a damaged plan file: {what}. Write it again with REMAT_DUMP_DIR.") from None
+
+
+def next_or_raise(values: tuple[ValuePlan, ...], name: str) -> ValuePlan:
+    for value in values:
+        if value.name == name:
+            return value
+    raise KeyError(name)
+
+
+def read_plan(path: Path) -> RematPlan:
+    """Read one plan file.
+
+    Raises:
+        PlanFileError: the file cannot be read, or does not hold a plan of this schema.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanFileError(f"{path} cannot be read: {error}") from None
+    return RematPlan.from_json(text, str(path))
+
+
+_NUMBERS = (int, float)
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "int": int,
+    "float": _NUMBERS,
+    "str": str,
+    "int | None": (int, type(None)),
+    "Decision": str,
+}
+
+
+def _checked(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``cls`` out of ``record``, scalars checked for their kind."""
+    out = {}
+    for field in fields(cls):
+        entry = record[field.name]
+        kind = _KINDS.get(str(field.type))
+        if kind is not None and (not isinstance(entry, kind) or isinstance(entry, bool)):
+            raise TypeError(f"{field.name!r} is {entry!r}, expected {field.type}")
+        if kind is None and not isinstance(entry, list):
+            raise TypeError(f"{field.name!r} is {entry!r}, expected a list")
+        out[field.name] = entry
+    return out
+
+
+def _value_from_record(record: Mapping[str, Any]) -> ValuePlan:
+    entry = _checked(ValuePlan, record)
+    if entry["decision"] not in DECISIONS:
+        raise ValueError(f"decision {entry['decision']!r} of value {entry['name']!r} is none of {', '.join(DECISIONS)}")
+    return ValuePlan(**{**entry, "shape": tuple(entry["shape"]), "inputs": tuple(entry["inputs"])})
+
+
+def _plan_from_record(record: Mapping[str, Any]) -> RematPlan:
+    entry = _checked(RematPlan, record)
+    entry["values"] = tuple(_value_from_record(value) for value in entry["values"])
+    entry["frontier"] = tuple(FrontierPoint(**_checked(FrontierPoint, point)) for point in entry["frontier"])
+    entry["peak_values"] = tuple((str(name), int(num)) for name, num in entry["peak_values"])
+    entry["symbols"] = tuple((str(name), int(hint)) for name, hint in entry["symbols"])
+    entry["notes"] = tuple(str(note) for note in entry["notes"])
+    return RematPlan(**entry)

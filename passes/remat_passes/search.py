@@ -1,0 +1,195 @@
+"""The search: the cheapest decision whose projected peak is within the budget.
+
+The candidates do not depend on the budget: the hull of the cut, the points between its vertices, and the same with every
+k-th narrow point kept. A budget takes the fastest candidate that fits. So a smaller budget can only take a slower
+candidate with a lower peak: the peak never rises when the budget falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .cost import CostGraph
+from .cut import Cut, CutProblem, CutValue, Sweep, between, cut_of_saved, fastest_price, keeping, solve, sweep
+from .errors import BudgetInfeasibleError, CannotPartitionError
+from .joint import JointGraph, Side
+from .legality import Permission
+from .memory import MemoryModel, Projection
+from .narrow import narrow_points
+from .units import format_bytes
+
+# Bounds on the work of a search. The hull of a 12-layer GPT has about 20 vertices, and a vertex takes two solves; both
+# figures from benchmarks/first.py. A sweep that is cut short is coarser, not wrong.
+MAX_CUTS = 48
+MAX_CUTS_KEPT = 12
+MAX_POINTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A decision and the memory that it is projected to need."""
+
+    cut: Cut
+    projection: Projection
+    kept: int = 0  # how many narrow points are kept as boundaries
+    is_legal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the search chose, and what it chose from."""
+
+    chosen: Candidate
+    inductor: Candidate  # plain Inductor's own decision
+    frontier: tuple[Candidate, ...]  # by rising time, falling peak
+    lower_bound_ps: int
+
+
+def cut_problem(joint: JointGraph, permissions: Sequence[Permission], costs: CostGraph) -> CutProblem:
+    """Prices and permissions as one problem; backward's own values take part as constants and cost nothing."""
+    return tuple(
+        CutValue(
+            name=value.name,
+            inputs=value.inputs,
+            is_required=value.index in joint.required,
+            bytes=cost.bytes,
+            save_ps=None if permission.no_save else cost.save_ps,
+            recompute_ps=None if permission.no_recompute else cost.recompute_ps,
+            no_save=permission.no_save or "",
+            no_recompute=permission.no_recompute or "",
+        )
+        if value.side is not Side.BACKWARD
+        else CutValue(value.name, (), False, 0, 0, None)
+        for value, permission, cost in zip(joint.values, permissions, costs.values, strict=True)
+    )
+
+
+def search(
+    joint: JointGraph, problem: CutProblem, model: MemoryModel, inductor: Candidate, budget_bytes: int | None
+) -> Choice:
+    """Choose a decision for one graph.
+
+    Raises:
+        BudgetInfeasibleError: no candidate's projected peak is within the budget.
+        CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
+    """
+    limit = inductor.projection.peak_bytes if budget_bytes is None else budget_bytes
+    main = sweep(problem, MAX_CUTS)
+    considered = _Considered(model, limit, [Candidate(cut, model.project(cut)) for cut in main.vertices])
+    considered.add([inductor] if inductor.is_legal else [])
+    if budget_bytes is not None:
+        considered.add_lazily(_between_all(problem, main))
+        for kept in _boundary_sets(joint):
+            _consider_kept(problem, kept, considered)
+    chosen = considered.best()
+    if chosen is None and budget_bytes is not None:
+        raise BudgetInfeasibleError(_infeasible(limit, considered.smallest(), model))
+    chosen = chosen or considered.smallest()
+    bound = main.lower_bound_ps(max(0, limit - model.baseline_bytes))
+    bound = chosen.cut.time_ps if bound is None else min(bound, chosen.cut.time_ps)
+    return Choice(chosen, inductor, considered.frontier(), bound)
+
+
+class _Considered:
+    """The candidates seen so far, each projected at most once and only when it could win."""
+
+    def __init__(self, model: MemoryModel, limit_bytes: int, projected: list[Candidate]) -> None:
+        self.model, self.limit_bytes, self.projected = model, limit_bytes, projected
+        self.unprojected: list[Cut] = []
+
+    def add(self, candidates: list[Candidate]) -> None:
+        self.projected.extend(candidates)
+
+    def add_lazily(self, cuts: Iterable[Cut], kept: int = 0) -> None:
+        """Project the cuts in the order of their time, until one fits or is no faster than the best so far."""
+        fastest_first = sorted(cuts, key=lambda cut: (cut.time_ps, cut.saved_bytes))
+        best = self.best()
+        for position, cut in enumerate(fastest_first):
+            if best is not None and cut.time_ps >= best.cut.time_ps:
+                self.unprojected.extend(fastest_first[position:])
+                return
+            if self.model.baseline_bytes + cut.saved_bytes > self.limit_bytes:
+                self.unprojected.append(cut)  # what is saved alone is more than the limit
+                continue
+            self.projected.append(Candidate(cut, self.model.project(cut), kept))
+            if self.projected[-1].projection.peak_bytes <= self.limit_bytes:
+                self.unprojected.extend(fastest_first[position + 1 :])
+                return
+
+    def best(self) -> Candidate | None:
+        """The fastest candidate that fits; among equals the one that was considered first."""
+        fitting = [c for c in self.projected if c.projection.peak_bytes <= self.limit_bytes]
+        return min(fitting, key=lambda c: (c.cut.time_ps, c.cut.saved_bytes), default=None)
+
+    def smallest(self) -> Candidate:
+        """The candidate with the lowest peak of all."""
+        self.projected.extend(Candidate(cut, self.model.project(cut)) for cut in self.unprojected)
+        self.unprojected.clear()
+        return min(self.projected, key=lambda c: (c.projection.peak_bytes, c.cut.time_ps))
+
+    def frontier(self) -> tuple[Candidate, ...]:
+        """The projected candidates that no other beats in both time and peak."""
+        kept: list[Candidate] = []
+        for candidate in sorted(self.projected, key=lambda c: (c.cut.time_ps, c.projection.peak_bytes)):
+            if not kept or candidate.projection.peak_bytes < kept[-1].projection.peak_bytes:
+                kept.append(candidate)
+        return tuple(kept)
+
+
+def _boundary_sets(joint: JointGraph) -> list[tuple[int, ...]]:
+    """Every narrow point, every second one, every fourth, and so on."""
+    points = narrow_points(joint)
+    strides = [2**k for k in range(len(points).bit_length())]
+    return [points[stride - 1 :: stride] for stride in strides]
+
+
+def _consider_kept(problem: CutProblem, kept: tuple[int, ...], considered: _Considered) -> None:
+    family = keeping(problem, [i for i in kept if problem[i].save_ps is not None])
+    best = considered.best()
+    if best is not None and solve(family, fastest_price(family)).time_ps >= best.cut.time_ps:
+        return
+    found = sweep(family, MAX_CUTS_KEPT)
+    considered.add_lazily([*found.vertices, *_between_all(family, found)], len(kept))
+
+
+def inductor_candidate(
+    joint: JointGraph, problem: CutProblem, model: MemoryModel, saved_names: frozenset[str]
+) -> Candidate:
+    """Plain Inductor's decision: what 100 % means, and a candidate where it breaks none of our rules."""
+    saved = frozenset(value.base for value in joint.values if value.name in saved_names)
+    try:
+        cut = cut_of_saved(problem, saved)
+        return Candidate(cut, model.project(cut))
+    except CannotPartitionError:
+        cut = cut_of_saved(tuple(_lenient(value) for value in problem), saved)
+        return Candidate(cut, model.project(cut), is_legal=False)
+
+
+def _lenient(value: CutValue) -> CutValue:
+    """The value with all that Inductor allows itself: whatever it does not save, it recomputes."""
+    recompute = 0 if value.inputs and value.recompute_ps is None else value.recompute_ps
+    return CutValue(value.name, value.inputs, value.is_required, value.bytes, value.save_ps or 0, recompute)
+
+
+def _between_all(problem: CutProblem, found: Sweep) -> list[Cut]:
+    pairs = zip(found.vertices, found.vertices[1:], strict=False)
+    return _thinned([cut for fast, small in pairs for cut in between(problem, fast, small)])
+
+
+def _thinned(cuts: list[Cut]) -> list[Cut]:
+    """At most ``MAX_POINTS`` of them, evenly spaced."""
+    step = -(-len(cuts) // MAX_POINTS) or 1
+    return cuts[::step]
+
+
+def _infeasible(budget_bytes: int, smallest: Candidate, model: MemoryModel) -> str:
+    best = smallest.projection
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in best.peak_values[:4])
+    return (
+        f"The memory budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) cannot be met: the smallest peak that can"
+        f" be reached is {format_bytes(best.peak_bytes)} ({best.peak_bytes} bytes). It is made of {parts}"
+        f"{' and smaller values' if len(best.peak_values) > 4 else ''}; {format_bytes(model.gradient_bytes)} of gradients"
+        " stay until the end of the step. A smaller batch, shorter sequences or a lower-precision dtype would help;"
+        " fallback='inductor' compiles without a budget."
+    )

@@ -1,0 +1,48 @@
+"""remat: the same training step, inside the memory you have.
+
+``torch.compile(model, backend="remat", options={"memory_budget": "8GiB"})`` needs no import of this package. What is here
+is for looking at what was decided.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from remat_passes.errors import (
+    BudgetInfeasibleError,
+    CannotPartitionError,
+    CannotSplitError,
+    ConfigError,
+    PlanFileError,
+    RematError,
+)
+
+if TYPE_CHECKING:
+    from remat_passes.plan import RematPlan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetInfeasibleError",
+    "CannotPartitionError",
+    "CannotSplitError",
+    "ConfigError",
+    "PlanFileError",
+    "RematError",
+    "planning_seconds",
+    "plans",
+]
+
+
+def plans() -> tuple[RematPlan, ...]:
+    """The plans made in this process, one a captured training graph, in the order of their compilation."""
+    from .plan_log import recorded
+
+    return tuple(entry.plan for entry in recorded())
+
+
+def planning_seconds() -> tuple[float, ...]:
+    """How long each plan of ``plans()`` took to make, in seconds."""
+    from .plan_log import recorded
+
+    return tuple(entry.planning_seconds for entry in recorded())

@@ -1,0 +1,65 @@
+"""The backend that ``torch.compile(..., backend="remat")`` finds by entry point."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from remat_passes.device import DeviceSpec
+from remat_passes.errors import ConfigError, nearest
+from torch import fx
+
+from . import torch_private
+from .calibrate import default_cache_dir
+from .device_at_hand import device_spec
+from .options import Options, parse_options
+from .partitioner import RematPartitioner
+
+
+def remat(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, object] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph.
+
+    Args:
+        module: what Dynamo captured.
+        inputs: its example inputs.
+        options: remat's options (README, "Options"); names that Inductor knows pass on to Inductor.
+        mode: as for ``backend="inductor"``.
+
+    Raises:
+        ConfigError: an option or the mode is unknown or malformed.
+        BudgetInfeasibleError: no plan is within ``memory_budget``.
+        CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
+    """
+    parsed = parse_options(options, os.environ, torch_private.inductor_option_names())
+    inductor_options = {**_mode_options(mode), **parsed.inductor}
+    partitioner = RematPartitioner(parsed, _spec(parsed, inputs))
+    if parsed.lowering == "eager":
+        return torch_private.compile_with_aot_autograd(module, inputs, partitioner)
+    return torch_private.compile_with_inductor(module, inputs, inductor_options, partitioner)
+
+
+def _mode_options(mode: str | None) -> dict[str, object]:
+    if mode is None or mode == "default":
+        return {}
+    modes = torch_private.inductor_modes()
+    if mode not in modes:
+        raise ConfigError(f"mode {mode!r} is unknown. Accepted: {', '.join(modes)}.{nearest(mode, modes)}")
+    return torch_private.inductor_mode_options(mode)
+
+
+def _spec(options: Options, inputs: Sequence[Any]) -> DeviceSpec:
+    """The device whose prices count: the named one, else the one that the graph's inputs are on."""
+    cuda = next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"), None)
+    cache_dir = default_cache_dir(os.environ)
+    if cuda is None:
+        return device_spec(options.device_spec, "cpu", None, None, cache_dir)
+    properties = torch.cuda.get_device_properties(cuda)
+    return device_spec(options.device_spec, "cuda", properties.name, properties.total_memory, cache_dir)

@@ -1,0 +1,288 @@
+"""The CPU's device spec, measured once and kept.
+
+CPUs have no data sheet that a projection could start from: what one reaches depends on its threads, on its memory and
+on the vector instructions that torch uses. So it is measured, for under three seconds, and the figures are rounded and
+kept in a file: measured again for each graph, noise would change plans from run to run.
+
+Other work on the machine is the enemy. A parallel run beside a busy process waits for its slowest thread and shows a
+fiftieth of the true rate (seen here), so every run is short, there are many, spread over rounds, and the fastest
+counts. A file that was written on a busy machine can be deleted: it is measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from remat_passes.device import DTYPES, GENERIC_CPU, DeviceSpec, spec_from_json
+from remat_passes.errors import ConfigError
+
+METHOD = 1  # part of a cache file's name: raise it whenever what is measured changes
+
+# ATen stays on one thread below this many elements (at::internal::GRAIN_SIZE), and the pointwise measurements below it:
+# on all threads a run this short would be the start of a parallel region and little else.
+GRAIN_ELEMENTS = 2**15
+
+STREAM_BYTES = 64 * 2**20  # of one array: with the other two, beyond the last-level cache that a process gets mostly
+STREAM_SLICE_ELEMENTS = (2**21, GRAIN_ELEMENTS - 1)  # of one run: on all threads, and on one, which waits for no other
+
+GEMM_INNER, GEMM_COLUMNS = 512, 512  # a small model's linear layer
+GEMM_MIN_ROWS, GEMM_MAX_ROWS = 64, 2048  # a dtype without instructions of its own is too slow for more than the fewest
+GEMM_RUN_US = 500.0  # rows are added until a run takes this long: enough to keep many threads busy, still short
+
+# A fastest time that AGREEING_RUNS others come near to is believed, else the limit ends the search. On a busy machine
+# three rounds of six parallel measurements use most of theirs up: 1.8 seconds.
+ROUNDS = 3
+AGREEING_RUNS = 10
+AGREEMENT = 1.05
+LIMIT_US = 100_000.0
+
+POINTWISE_ELEMENTS = 2**14  # two inputs and an output are 192 KiB, inside a second-level cache
+
+# Huber loss without reduction, in ATen's BinaryOpsKernel.cpp: subtract, absolute value, two multiplies on the one
+# branch, a subtract and a multiply on the other, compare, select. It stands for a fused kernel because its intermediate
+# results stay in registers: a lone multiply spends its time on loads and stores (on two Zen 5 cores 20 flops/ns, this
+# 240, a chain of 32 operations compiled by Inductor 185).
+HUBER_FLOPS = 8
+
+# Softplus is an exp and a log1p of SLEEF's, which compiled code calls as well, while ``torch.erf`` takes MKL's. On one
+# Zen 5 core half of it takes 0.53 ns; in kernels compiled by Inductor exp takes 0.19, erf 0.42 and tanh 1.02: 0.54.
+SOFTPLUS_TRANSCENDENTALS = 2
+
+# One thread, one number. Not measured here, because only compiled code draws from Philox: ``torch.compile`` of
+# ``torch.rand_like`` on 2**17 to 2**20 elements took 7.2 to 7.6 ns on an AMD EPYC (Zen 5), torch 2.13.0. Inductor's C++
+# calls the generator for one number at a time, so vector instructions do not help and the clock is what counts.
+RANDOM_US = 7.4e-3
+
+SIGNIFICANT_DIGITS = 2  # best-of-several repeats within a few percent
+
+
+def cpu_spec(cache_dir: Path) -> DeviceSpec:
+    """This machine's CPU with ``torch.get_num_threads()`` threads, from ``cache_dir`` or measured.
+
+    A cache file that is damaged is measured again. Where none can be written, the spec is kept for this process.
+    """
+    path = cache_dir / "device" / f"cpu-{_machine_hash()}.json"
+    spec = _cached(path)
+    if spec is not None:
+        return spec
+    try:
+        spec = measure_cpu()
+    except RuntimeError as error:
+        warnings.warn(f"The CPU cannot be measured ({error}): remat plans with generic figures.", stacklevel=2)
+        return GENERIC_CPU
+    return _kept(spec, path)
+
+
+def default_cache_dir(environ: Mapping[str, str]) -> Path:
+    """``$XDG_CACHE_HOME/remat``, or ``~/.cache/remat`` (XDG Base Directory Specification)."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the specification: a relative path is invalid and to be ignored
+        return Path(base) / "remat"
+    home = environ.get("HOME", "") or os.path.expanduser("~")
+    return Path(home) / ".cache" / "remat"
+
+
+def measure_cpu() -> DeviceSpec:
+    """Measure the CPU now.
+
+    Raises:
+        RuntimeError: torch does not run plain CPU tensors here.
+    """
+    # In a thread of its own: autocast, fake tensors and the default device of the compile that asks are its thread's.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(_measure, torch.get_num_threads()).result()
+
+
+@torch.no_grad()
+def _measure(num_threads: int) -> DeviceSpec:
+    launch_us = _launch_us()
+    thread_flops_per_us = HUBER_FLOPS / _us_per_element(_huber)
+    transcendental_us = _us_per_element(_softplus) / SOFTPLUS_TRANSCENDENTALS
+    rates = _parallel_rates()
+    pointwise_flops_per_us = thread_flops_per_us * num_threads
+    # A multiply-add is two operations and one instruction, so a matmul below this was disturbed by other work.
+    rates["float32"] = max(rates["float32"], pointwise_flops_per_us)
+    rates["float64"] = max(rates["float64"], pointwise_flops_per_us / 2)
+    return DeviceSpec(
+        name="cpu",
+        kind="cpu",
+        memory_bytes=_memory_bytes(),
+        bandwidth_bytes_per_us=_rounded(rates["stream"]),
+        matmul_flops_per_us={dtype: _rounded(rates[dtype]) for dtype in DTYPES},
+        pointwise_flops_per_us=_rounded(pointwise_flops_per_us),
+        transcendental_flops=_rounded(transcendental_us * thread_flops_per_us),
+        random_flops=_rounded(RANDOM_US * thread_flops_per_us),
+        launch_us=_rounded(launch_us),
+        source=f"measured by remat_compiler.calibrate on {_cpu_model()}, {num_threads} threads, {_torch_version()}",
+    )
+
+
+# Measurements.
+
+
+def _best_us(run: Callable[[], object], limit_us: float = LIMIT_US) -> float:
+    """The fastest run, after one to warm up: see ``AGREEING_RUNS``."""
+    run()
+    times_us: list[float] = []
+    spent_us, best_us, agreeing = 0.0, math.inf, 0
+    while agreeing <= AGREEING_RUNS and (spent_us < limit_us or len(times_us) < 2):
+        start_ns = time.perf_counter_ns()
+        run()
+        times_us.append((time.perf_counter_ns() - start_ns) / 1e3)
+        spent_us += times_us[-1]
+        if times_us[-1] < best_us:
+            best_us = times_us[-1]
+            agreeing = sum(us <= best_us * AGREEMENT for us in times_us)
+        else:
+            agreeing += times_us[-1] <= best_us * AGREEMENT
+    return best_us
+
+
+def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Plain data: random numbers would move the user's generator."""
+    return torch.ones(shape, dtype=dtype, device="cpu")
+
+
+def _parallel_rates() -> dict[str, float]:
+    """Bytes ("stream") and flops (by dtype name) a microsecond of all threads: of each the best of all rounds."""
+    arrays = [_ones(STREAM_BYTES // 4) for _ in range(3)]
+    best = dict.fromkeys(("stream", *DTYPES), 0.0)
+    for _ in range(ROUNDS):
+        best["stream"] = max(best["stream"], _stream_bytes_per_us(arrays))
+        for dtype in DTYPES:
+            best[dtype] = max(best[dtype], _gemm_flops_per_us(getattr(torch, dtype)))
+    return best
+
+
+def _stream_bytes_per_us(arrays: Sequence[torch.Tensor]) -> float:
+    """Of an addition, which reads two arrays and writes one, slice by slice so that no run finds its cache warm."""
+    best = 0.0
+    for num_elements in STREAM_SLICE_ELEMENTS:
+        slices = itertools.cycle(zip(*(array.split(num_elements)[:-1] for array in arrays), strict=True))
+
+        def run(slices: Iterator[tuple[torch.Tensor, ...]] = slices) -> None:
+            left, right, out = next(slices)
+            torch.add(left, right, out=out)
+
+        best = max(best, 3 * 4 * num_elements / _best_us(run))
+    return best
+
+
+def _gemm_flops_per_us(dtype: torch.dtype) -> float:
+    weight = _ones(GEMM_INNER, GEMM_COLUMNS, dtype=dtype)
+    rows = GEMM_MIN_ROWS
+    while True:
+        us = _best_us(partial(torch.mm, _ones(rows, GEMM_INNER, dtype=dtype), weight))
+        if us >= GEMM_RUN_US or rows >= GEMM_MAX_ROWS:
+            return 2 * rows * GEMM_INNER * GEMM_COLUMNS / us
+        rows *= 2
+
+
+def _launch_us() -> float:
+    tiny, out = _ones(1), _ones(1)
+    return _best_us(lambda: torch.add(tiny, tiny, out=out))
+
+
+def _us_per_element(kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]) -> float:
+    """Of one thread, without what a launch takes."""
+    long_us, short_us = (
+        _best_us(partial(kernel, *(_ones(num_elements) for _ in range(3)))) for num_elements in (POINTWISE_ELEMENTS, 1)
+    )
+    return max(long_us - short_us, long_us / 10) / POINTWISE_ELEMENTS  # never 0, whatever the clock does
+
+
+def _huber(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.ops.aten.huber_loss.out(left, right, 0, 1.0, out=out)
+
+
+def _softplus(left: torch.Tensor, _: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.ops.aten.softplus.out(left, out=out)
+
+
+def _rounded(figure: float) -> float:
+    """``figure`` to ``SIGNIFICANT_DIGITS``."""
+    digits = SIGNIFICANT_DIGITS - 1 - math.floor(math.log10(figure))
+    return float(round(figure, digits))
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not POSIX
+        return GENERIC_CPU.memory_bytes
+
+
+# The cache.
+
+_UNSAVED: dict[Path, DeviceSpec] = {}  # specs whose file could not be written: all graphs of a process see one device
+
+
+def _cached(path: Path) -> DeviceSpec | None:
+    try:
+        return spec_from_json(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return _UNSAVED.get(path)
+
+
+def _kept(spec: DeviceSpec, path: Path) -> DeviceSpec:
+    """``spec``, written to ``path``; or what another process wrote there meanwhile: the ranks of a job should agree."""
+    meanwhile = _cached(path)
+    if meanwhile is not None:
+        return meanwhile
+    try:
+        _write_atomically(path, spec.to_json())
+    except OSError as error:
+        _UNSAVED[path] = spec
+        warnings.warn(
+            f"The CPU's measured figures cannot be kept in {path} ({error.strerror or error}):"
+            " they are measured again in each process. Set XDG_CACHE_HOME to a folder that can be written.",
+            stacklevel=3,
+        )
+    return spec
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _machine_hash() -> str:
+    """Whatever moves the figures: another CPU, thread count, instruction set, torch, or way of measuring."""
+    threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    identity = f"{_cpu_model()}|{threads}|{capability}|{_torch_version()}|{METHOD}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+
+def _torch_version() -> str:
+    return f"torch {torch.__version__}"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -1,0 +1,133 @@
+"""The command line ``remat``: run a training script under a budget, and read the plans that it made.
+
+Nothing here imports torch: looking at a plan file must be immediate.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from remat_compiler import __version__
+from remat_passes.errors import RematError
+
+from .diff import diff_plans
+from .dump import dump_plans
+from .explain import explain_value
+from .plan_files import Refused
+from .run import Settings, run_training
+
+TEXT_OR_JSON = click.Choice(["text", "json"])
+
+
+class RematGroup(click.Group):
+    """The commands; what remat refuses is one sentence and exit code 1, never a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except RematError as error:
+            raise Refused(str(error)) from None
+
+
+@click.group(cls=RematGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="remat")
+def main() -> None:
+    """Train within a memory budget, and see what was decided for it.
+
+    remat is a backend of torch.compile. It decides which forward values are kept for backward and which are computed
+    again there, so that a training step fits into the bytes you have.
+
+    \b
+    Example:
+      remat run --budget 8GiB --dump-dir plans train.py
+      remat dump plans
+    """
+
+
+@main.command("run", context_settings={"allow_interspersed_args": False})
+@click.option("--budget", metavar="SIZE", help="Peak memory of a step: 8GiB, 512MiB, 60% (of Inductor's) or auto.")
+@click.option("--microbatches", metavar="N", help="Slices that the batch runs in: a whole number or auto.")
+@click.option("--dump-dir", metavar="DIR", help="Folder to write the plans to, for 'remat dump', 'explain' and 'diff'.")
+@click.option("--format", "form", type=TEXT_OR_JSON, default="text", help="How to print the plans.  [default: text]")
+@click.argument("script", metavar="TRAIN.py")
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+def run_command(
+    budget: str | None,
+    microbatches: str | None,
+    dump_dir: str | None,
+    form: str,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run TRAIN.py as python would, and print its plans at the end.
+
+    The script compiles its model with torch.compile(model, backend="remat"). Options before TRAIN.py are for remat,
+    what follows it is for the script. The exit code is the script's own.
+
+    \b
+    Example:
+      remat run --budget 8GiB train.py --epochs 3
+    """
+    sys.exit(run_training(script, arguments, Settings(budget, microbatches, dump_dir), form))
+
+
+@main.command("dump")
+@click.argument("path", metavar="DIR|FILE", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "dot"]),
+    default="text",
+    help="text for people, json for programs, dot for graphviz.  [default: text]",
+)
+@click.option("--all", "every_value", is_flag=True, help="List the values that cost no memory, too (text only).")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file, not to stdout.")
+def dump_command(path: Path, form: str, every_value: bool, output: Path | None) -> None:
+    """Show what was chosen, by module.
+
+    DIR is the folder that REMAT_DUMP_DIR or --dump-dir named; FILE is one plan file (*.plan.json) in it. Layers that
+    were planned alike are shown once.
+
+    \b
+    Example:
+      remat dump plans
+      remat dump plans --format dot --output cut.dot
+    """
+    dump_plans(path, form, every_value, output)
+
+
+@main.command("explain")
+@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("value")
+@click.option("--format", "form", type=TEXT_OR_JSON, default="text", help="How to print it.  [default: text]")
+def explain_command(path: Path, value: str, form: str) -> None:
+    """Say why one VALUE was saved or recomputed.
+
+    VALUE is a name that 'remat dump FILE' shows.
+
+    \b
+    Example:
+      remat explain plans/g00-1a2b3c4d.plan.json addmm_3
+    """
+    explain_value(path, value, form)
+
+
+@main.command("diff")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--format", "form", type=TEXT_OR_JSON, default="text", help="How to print it.  [default: text]")
+def diff_command(a: Path, b: Path, form: str) -> None:
+    """Compare two plans.
+
+    A and B are two plan files, or two folders of them; plans of the same graph are compared with each other.
+
+    \b
+    Example:
+      remat diff plans-8GiB plans-6GiB
+    """
+    diff_plans(a, b, form)

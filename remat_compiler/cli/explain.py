@@ -1,0 +1,179 @@
+"""``remat explain``: one value in sentences - what was decided, why, and what the other choice would have meant."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from remat_passes.plan import RematPlan, ValuePlan
+from remat_passes.units import format_bytes
+
+from .groups import shape_text
+from .headline import count, time_text
+from .plan_files import WrongUse, read_one_plan
+from .tables import BOLD, Row, clean, labelled, page_width, print_parts, wrapped, write
+
+NUM_NAMED = 6  # more names than this are counted
+NUM_SPELLINGS = 3
+
+WHAT_IT_MEANS = {
+    "save": "is saved: it is kept from forward to backward.",
+    "recompute": "is recomputed: it is dropped after forward and computed again in backward.",
+    "free": "is free: it takes no memory of its own, being an input or output of the step, or a view.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One value with its neighbours in the plan."""
+
+    value: ValuePlan
+    reads: tuple[ValuePlan, ...]  # what recomputing it reads and backward has
+    missing: tuple[str, ...]  # what recomputing it reads and backward does not have
+    needed_by: tuple[ValuePlan, ...]  # recomputed values that read it
+    alive_at_peak: bool
+
+
+def explain_value(path: Path, name: str, form: str) -> None:
+    """Say on stdout what was decided for the value ``name`` of the plan at ``path``.
+
+    Raises:
+        WrongUse: there is nothing at ``path``, or the plan has no such value.
+        PlanFileError: there is no plan at ``path``, or a damaged one.
+    """
+    plan = read_one_plan(path)
+    explanation = explained(plan, name)
+    if form == "json":
+        write(json.dumps(explanation_record(plan, explanation), sort_keys=True, indent=1) + "\n", sys.stdout)
+    else:
+        print_parts(sentences(explanation, page_width(sys.stdout)), sys.stdout)
+
+
+def explained(plan: RematPlan, name: str) -> Explanation:
+    """The value called ``name`` with its neighbours.
+
+    Raises:
+        WrongUse: the plan has no such value.
+    """
+    known = {value.name: value for value in plan.values}
+    if name not in known:
+        raise WrongUse(
+            f"{plan.graph_id} has no value {name!r} that backward needs.{_spellings(name, list(known))}"
+            " 'remat dump --all FILE' lists them."
+        )
+    value = known[name]
+    inputs = tuple(dict.fromkeys(value.inputs))
+    return Explanation(
+        value=value,
+        reads=tuple(known[source] for source in inputs if source in known),
+        missing=tuple(source for source in inputs if source not in known),
+        needed_by=tuple(user for user in plan.values if user.decision == "recompute" and name in user.inputs),
+        alive_at_peak=any(alive == name for alive, _ in plan.peak_values),
+    )
+
+
+def _spellings(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=NUM_SPELLINGS)
+    return f" Did you mean {_either([repr(word) for word in near])}?" if near else ""
+
+
+def _either(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def sentences(explanation: Explanation, width: int) -> list[RenderableType]:
+    """The explanation for a person."""
+    value = explanation.value
+    title = Text.assemble((clean(value.name), BOLD), " ", WHAT_IT_MEANS[value.decision])
+    rows: list[Row] = [
+        ("why", _or_dash(value.reason)),
+        ("what", f"{clean(value.op)} gives {clean(shape_text(value))}, {format_bytes(value.bytes)}"),
+        ("module", clean(value.module) or "the top level"),
+        ("source", _or_dash(value.source)),
+        ("recomputing", _cost(explanation)),
+        ("needed by", _needed_by(explanation)),
+        ("otherwise", _otherwise(explanation)),
+    ]
+    if explanation.alive_at_peak:
+        rows.append(("at the peak", "it is alive at the projected peak"))
+    return [wrapped(title, width), Text(), labelled(rows, width)]
+
+
+def _or_dash(text: str) -> str:
+    return clean(text) or "-"
+
+
+def _cost(explanation: Explanation) -> str:
+    value = explanation.value
+    if not math.isfinite(value.cost_us):
+        return "it cannot be computed again"
+    had = _named([f"{read.name} ({read.decision}, {format_bytes(read.bytes)})" for read in explanation.reads])
+    names = ", and ".join(part for part in (had, _missing(explanation)) if part)
+    return f"costs {time_text(value.cost_us)} and reads {names or 'no other value'}"
+
+
+def _missing(explanation: Explanation) -> str:
+    return f"{_named(explanation.missing)}, not kept for backward" if explanation.missing else ""
+
+
+def _named(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    shown = [clean(name) for name in names[:NUM_NAMED]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _needed_by(explanation: Explanation) -> str:
+    users = explanation.needed_by
+    if not users:
+        return "no recomputed value; only operations of backward itself read it"
+    return f"{count(len(users), 'recomputed value')}: {_named([user.name for user in users])}"
+
+
+def _otherwise(explanation: Explanation) -> str:
+    value = explanation.value
+    size, cost = format_bytes(value.bytes), time_text(value.cost_us)
+    if value.decision == "free":
+        return "there is nothing to choose: saving it would take no memory, and recomputing it would free none"
+    if value.decision == "recompute":
+        return f"saving it would keep {size} more from forward to backward and spare {cost} of recomputing it"
+    if not math.isfinite(value.cost_us):
+        return "there is no other choice"
+    missing = _named(explanation.missing)
+    also = f", and {missing} would have to be kept or computed again too" if missing else ""
+    return f"recomputing it would keep {size} less from forward to backward and cost {cost}{also}"
+
+
+def explanation_record(plan: RematPlan, explanation: Explanation) -> dict[str, Any]:
+    """The explanation for JSON. Differences are what the other decision would have added to the plan."""
+    value = explanation.value
+    return {
+        "graph_id": plan.graph_id,
+        "value": asdict(value),
+        "reads": [_neighbour(read) for read in explanation.reads],
+        "not_kept_for_backward": list(explanation.missing),
+        "needed_by": [_neighbour(user) for user in explanation.needed_by],
+        "alive_at_peak": explanation.alive_at_peak,
+        "other_decision": _other_decision(value),
+    }
+
+
+def _neighbour(value: ValuePlan) -> dict[str, Any]:
+    return {"name": value.name, "decision": value.decision, "bytes": value.bytes}
+
+
+def _other_decision(value: ValuePlan) -> dict[str, Any] | None:
+    if value.decision == "free":
+        return None
+    if value.decision == "recompute":
+        return {"decision": "save", "saved_bytes": value.bytes, "recompute_us": -value.cost_us}
+    return {"decision": "recompute", "saved_bytes": -value.bytes, "recompute_us": value.cost_us}

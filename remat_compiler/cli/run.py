@@ -1,0 +1,183 @@
+"""``remat run``: a training script as ``python TRAIN.py`` would run it, and the plan table at its end.
+
+The script runs in this process, because the plans live in it. It must not notice: ``__main__``, ``sys.argv`` and
+``sys.path`` are what Python would have made them, and so are its traceback and its exit code. ``runpy.run_path`` comes
+close, but gives ``sys.argv[0]`` and ``__file__`` one text (Python gives the path as typed and the absolute one), and
+takes ``__main__`` away when the script ends, while its threads and exit handlers still run.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+from rich.console import RenderableType
+from rich.text import Text
+
+import remat_compiler
+from remat_passes.errors import ConfigError
+from remat_passes.plan import SCHEMA, RematPlan
+from remat_passes.units import parse_bytes
+
+from .headline import count, summary
+from .plan_files import WrongUse
+from .tables import heading, page_width, paragraph, print_parts, write
+
+INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended: 128 + 2
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``remat run`` hands to the backend. ``None`` leaves the environment's own value alone."""
+
+    budget: str | None
+    num_microbatches: str | None
+    dump_dir: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the script ended."""
+
+    exit_code: int
+    raised: bool = False  # with an exception, whose traceback has been shown
+
+
+def run_training(script: str, arguments: Sequence[str], settings: Settings, form: str) -> int:
+    """Run the script, print the plans that it made, and return its exit code.
+
+    Raises:
+        WrongUse: a setting is malformed, or there is no such script.
+    """
+    check_settings(settings)
+    if not os.path.isfile(script):
+        raise WrongUse(f"{script} is not a file: give the Python script that trains.")
+    os.environ.update(environment(settings))
+    stdout, stderr = sys.stdout, sys.stderr  # the script may replace them
+    ending = run_script(script, arguments)
+    plans = remat_compiler.plans()
+    if not plans and not ending.raised:
+        write(_no_plan(script), stderr)
+    if form == "json":
+        write(plans_json(plans), stdout)
+    elif plans:
+        stream = stderr if ending.exit_code else stdout
+        print_parts(plan_table(plans, settings.dump_dir, page_width(stream)), stream)
+    return ending.exit_code
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse what the backend would refuse, before the script spends its first minute.
+
+    Raises:
+        WrongUse: the budget or the number of micro-batches is malformed.
+    """
+    if settings.budget is not None and not _is_budget(settings.budget.strip()):
+        raise WrongUse(
+            f"--budget {settings.budget!r} is no memory budget: write bytes above zero with their unit, such as 8GiB,"
+            " 512MiB or 8GB (10^9), a share above 0% and up to 100% of what plain Inductor needs, such as 60%, or auto."
+        )
+    num = settings.num_microbatches
+    if num is not None and num != "auto" and not (num.isascii() and num.isdigit() and int(num) >= 1):
+        raise WrongUse(
+            f"--microbatches {num!r} is no number of micro-batches: write a whole number above zero, or auto."
+        )
+
+
+def _is_budget(text: str) -> bool:
+    if share := _PERCENT.fullmatch(text):
+        return 0 < float(share.group(1)) <= 100
+    try:
+        return text == "auto" or parse_bytes(text) > 0
+    except ConfigError:
+        return False
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """The environment variables that carry the settings to the backend."""
+    folder = os.path.abspath(settings.dump_dir) if settings.dump_dir else None  # the script may change its folder
+    variables = {
+        "REMAT_MEMORY_BUDGET": settings.budget,
+        "REMAT_NUM_MICROBATCHES": settings.num_microbatches,
+        "REMAT_DUMP_DIR": folder,
+    }
+    return {name: text for name, text in variables.items() if text is not None}
+
+
+def run_script(script: str, arguments: Sequence[str]) -> Ending:
+    """Run the script as ``__main__``; what ends it is shown as Python shows it."""
+    module = _main_module(os.path.abspath(script))
+    sys.argv = [script, *arguments]
+    if not getattr(sys.flags, "safe_path", False):  # python -P, from 3.11 on
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    sys.modules["__main__"] = module
+    try:
+        with io.open_code(str(module.__file__)) as source:
+            code = compile(source.read(), str(module.__file__), "exec", dont_inherit=True)
+        exec(code, module.__dict__)
+    except SystemExit as request:
+        return Ending(_exit_code(request.code))
+    except BaseException as error:
+        _show(error)
+        return Ending(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, raised=True)
+    return Ending(0)
+
+
+def _main_module(path: str) -> ModuleType:
+    """An empty ``__main__`` with the attributes that Python gives to a script's."""
+    module = ModuleType("__main__")
+    module.__file__ = path
+    module.__loader__ = SourceFileLoader("__main__", path)
+    module.__spec__ = None
+    module.__dict__["__cached__"] = None
+    return module
+
+
+def _exit_code(code: object) -> int:
+    """What ``sys.exit(code)`` means: nothing is 0, a text is printed and means 1."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return int(code)
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    """Print the traceback without the frame of ``run_script``, through the hook that the script may have set."""
+    outer = error.__traceback__
+    inner = outer.tb_next if outer else None
+    sys.excepthook(type(error), error.with_traceback(inner), inner)
+
+
+def plans_json(plans: Sequence[RematPlan]) -> str:
+    """The plans as an array of what plan files hold."""
+    return json.dumps([{"schema": SCHEMA, **asdict(plan)} for plan in plans], sort_keys=True, indent=1) + "\n"
+
+
+def plan_table(plans: Sequence[RematPlan], dump_dir: str | None, width: int) -> list[RenderableType]:
+    """What was planned, and where to read more."""
+    first = plans[0]
+    title = f"remat planned {count(len(plans), 'graph')} for {first.device}"
+    more = (
+        f"'remat dump {dump_dir}' shows every decision and its reason."
+        if dump_dir
+        else "'remat run --dump-dir DIR' keeps the plans, and 'remat dump DIR' shows every decision and its reason."
+    )
+    return [heading(title, width), Text(), *summary(plans, width), paragraph(Text(more, "dim"), width, indent=2)]
+
+
+def _no_plan(script: str) -> str:
+    return (
+        f"remat made no plan, because {Path(script).name} trained nothing that was compiled with it:"
+        ' write torch.compile(model, backend="remat") and call the result in a training step, with gradients enabled.\n'
+    )

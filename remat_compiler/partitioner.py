@@ -1,0 +1,207 @@
+"""The partitioner: one joint graph in, its forward and backward out. This is the table of contents of remat.
+
+Inductor calls it through ``config.custom_partitioner_fn``, after its own passes on the joint graph; the eager lowering
+calls it through AOTAutograd. Each line of ``_plan`` is one stage in ``remat_passes`` that returns a new frozen value.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import remat_passes
+import torch
+from remat_passes.cost import price
+from remat_passes.device import DeviceSpec
+from remat_passes.errors import RematError
+from remat_passes.joint import JointGraph, capture
+from remat_passes.legality import classify
+from remat_passes.memory import MemoryModel
+from remat_passes.ops import written_operands
+from remat_passes.plan import RematPlan
+from remat_passes.planner import Setting, write_plan
+from remat_passes.schedule import Schedule, schedule
+from remat_passes.search import Choice, cut_problem, inductor_candidate, search
+from torch import fx
+
+from . import torch_private
+from .options import Options, resolve_budget
+from .plan_log import next_graph_number, record, write_plan_files
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the stages decided about one graph."""
+
+    joint: JointGraph
+    choice: Choice
+    order: Schedule
+    plan: RematPlan
+
+
+class RematPartitioner(torch_private.CustomPartitionerFn):
+    """Cuts joint graphs by the options of one ``torch.compile`` call, at the prices of one device."""
+
+    def __init__(self, options: Options, spec: DeviceSpec) -> None:
+        self.options = options
+        self.spec = spec
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **keywords: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Partition one joint graph (torch's ``CustomPartitionerFn`` interface)."""
+        static = list(static_lifetime_input_indices or [])
+        torch_private.prepare_joint_module(gm)
+        try:
+            decided = self._decide(gm, num_fwd_outputs, static)
+        except RematError as error:
+            if self.options.fallback != "inductor":
+                raise
+            warnings.warn(f"remat compiles as plain Inductor would: {error}", stacklevel=2)
+            return torch_private.default_partition(
+                gm,
+                joint_inputs,
+                num_fwd_outputs=num_fwd_outputs,
+                static_lifetime_input_indices=static,
+                **keywords,
+            )
+        return _act(gm, decided, num_fwd_outputs)
+
+    def uuid(self) -> str:
+        """Inductor's cache key: all that a plan depends on."""
+        parts = (self.options.identity(), repr(self.spec), torch.__version__, _source_hash())
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def _decide(self, gm: fx.GraphModule, num_fwd_outputs: int, static: list[int]) -> Decided:
+        start = time.perf_counter()
+        joint = capture(gm.graph, num_fwd_outputs, static, torch_private.pinned_to_backward(gm.graph))
+        permissions = classify(joint)
+        costs = price(joint, self.spec)
+        problem = cut_problem(joint, permissions, costs)
+        model = MemoryModel(joint, self.options.lowering == "inductor", _allocated_bytes(joint.device_type))
+        names = torch_private.inductor_saved_names(gm, num_fwd_outputs, static)
+        inductor = inductor_candidate(joint, problem, model, names)
+        budget = _budget_bytes(self.options, joint, model, inductor.projection.peak_bytes)
+        choice = search(joint, problem, model, inductor, budget)
+        plan = write_plan(joint, permissions, costs, model, self.spec, choice, _setting(self.options, joint, budget))
+
+        record(plan, time.perf_counter() - start)
+        if self.options.dump_dir is not None:
+            write_plan_files(self.options.dump_dir, plan, {"joint": str(gm.graph)})
+        return Decided(joint, choice, schedule(joint, choice.chosen.cut), plan)
+
+
+def _budget_bytes(options: Options, joint: JointGraph, model: MemoryModel, inductor_peak_bytes: int) -> int | None:
+    if options.memory_budget is None:
+        return None
+    return resolve_budget(
+        options.memory_budget,
+        device_kind=joint.device_type,
+        inductor_peak_bytes=inductor_peak_bytes,
+        free_bytes=_free_bytes(joint.device_type),
+        baseline_bytes=model.baseline_bytes,
+    )
+
+
+def _allocated_bytes(device_type: str) -> int | None:
+    """What is allocated on the device now; ``None`` on CPU, which has no such counter."""
+    return torch.cuda.memory_allocated() if device_type == "cuda" else None
+
+
+def _free_bytes(device_type: str) -> int | None:
+    """What can still be allocated: free on the device, or reserved by the allocator and unused."""
+    if device_type != "cuda":
+        return None
+    free, _total = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def _setting(options: Options, joint: JointGraph, budget_bytes: int | None) -> Setting:
+    notes = ()
+    if options.num_microbatches_auto:
+        notes = ("num_microbatches is 'auto', which means 1 in this version",)
+    return Setting(
+        graph_id=f"g{next_graph_number():02d}-{joint.fingerprint}",
+        torch_version=torch.__version__,
+        cost_model=options.cost_model,
+        lowering=options.lowering,
+        budget_bytes=budget_bytes,
+        notes=notes,
+    )
+
+
+@functools.cache
+def _source_hash() -> str:
+    """A hash of all of remat's own source: other code may decide otherwise."""
+    digest = hashlib.sha256()
+    for package in (Path(remat_passes.__file__).parent, Path(__file__).parent):
+        for path in sorted(package.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# -- obeying the plan ---------------------------------------------------------------------------------------------------
+
+
+def _act(gm: fx.GraphModule, decided: Decided, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The two modules that hand over exactly what the plan saves, in the order that the plan was projected for."""
+    joint, cut = decided.joint, decided.choice.chosen.cut
+    saved = [
+        _copied_before_change(gm.graph, joint.nodes[i]) if i in joint.mutated_inputs else joint.nodes[i]
+        for i in sorted(cut.saved)
+    ]
+    recomputed = frozenset(joint.nodes[i] for i in cut.redo)
+    static = [joint.nodes[i] for i in sorted(joint.static_inputs)]
+    forward, backward = torch_private.extract_modules(gm, saved, recomputed, num_fwd_outputs, static)
+    names = [joint.nodes[i].name for i in decided.order.backward]
+    return torch_private.thread_random_state(forward, _ordered(backward, names))
+
+
+def _copied_before_change(graph: fx.Graph, source: fx.Node) -> fx.Node:
+    """A copy of an input that the step changes in place; everything but the change itself reads the copy."""
+    last_input = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last_input):
+        copy = graph.call_function(torch.ops.aten.clone.default, (source,))
+    copy.meta = dict(source.meta)
+    copy.meta["val"] = source.meta["val"].clone()
+    source.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and source not in written_operands(user))
+    return copy
+
+
+def _ordered(module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
+    """The module with its nodes in the order of ``names``; what is not named goes right before its first reader."""
+    by_name = {node.name: node for node in module.graph.nodes}
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+
+    def place(node: fx.Node) -> None:
+        stack = [node]
+        while stack:
+            missing = [source for source in stack[-1].all_input_nodes if source not in env]
+            if missing:
+                stack.extend(missing)
+                continue
+            ready = stack.pop()
+            if ready not in env:
+                env[ready] = graph.node_copy(ready, env.__getitem__)
+
+    for node in module.graph.find_nodes(op="placeholder"):
+        place(node)
+    for name in names:
+        if name in by_name:
+            place(by_name[name])
+    for node in module.graph.nodes:
+        place(node)
+    return fx.GraphModule(module, graph)

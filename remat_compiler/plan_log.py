@@ -1,0 +1,64 @@
+"""The plans of this process, and their files.
+
+The one place with state: a compiler that is called by Dynamo has nobody to return its plans to.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from remat_passes.errors import ConfigError
+from remat_passes.plan import RematPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One plan and how long it took to make."""
+
+    plan: RematPlan
+    planning_seconds: float
+
+
+_entries: list[Entry] = []
+_lock = threading.Lock()
+
+
+def recorded() -> tuple[Entry, ...]:
+    """All plans so far, in the order of their compilation."""
+    with _lock:
+        return tuple(_entries)
+
+
+def next_graph_number() -> int:
+    """The number that the next plan's ``graph_id`` starts with."""
+    with _lock:
+        return len(_entries)
+
+
+def record(plan: RematPlan, planning_seconds: float) -> None:
+    """Keep a plan for ``remat_compiler.plans()``."""
+    with _lock:
+        _entries.append(Entry(plan, planning_seconds))
+
+
+def write_plan_files(folder: Path, plan: RematPlan, graphs: dict[str, str]) -> None:
+    """Write ``<graph>.plan.json`` and the graphs as text, each file whole or not at all.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / f"{plan.graph_id}.plan.json", plan.to_json())
+        for name, text in graphs.items():
+            _write(folder / f"{plan.graph_id}.{name}.txt", text)
+    except OSError as error:
+        raise ConfigError(f"dump_dir {str(folder)!r} cannot be written: {error}. Name a folder that can.") from None
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

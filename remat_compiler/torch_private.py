@@ -1,0 +1,205 @@
+"""Everything private of torch that remat touches, in one place.
+
+Checked on torch 2.11.0 (source), 2.13.0 (all tests) and 2.14.1 (source). After an upgrade of torch, this file is the one
+to read again.
+
+What is used, and where it lives:
+
+- ``torch._functorch.partitioners``: classification of outputs, extraction of the two modules, functional random state,
+  the default plan (as the yardstick); they work on the joint module in place, so it is theirs once it is handed over.
+- ``torch._inductor``: the partitioner hook (``config.custom_partitioner_fn``), the decomposition table, ``compile_fx``.
+- ``torch._dynamo.backends.common.aot_autograd``: the eager lowering.
+- ``torch._functorch.config``: ``enable_autograd_cache``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch.utils._ordered_set import OrderedSet
+
+__all__ = [
+    "CustomPartitionerFn",
+    "compile_with_aot_autograd",
+    "compile_with_inductor",
+    "default_partition",
+    "extract_modules",
+    "get_hash_for_files",
+    "inductor_mode_options",
+    "inductor_option_names",
+    "inductor_saved_names",
+    "pinned_to_backward",
+    "prepare_joint_module",
+]
+
+
+def inductor_option_names() -> frozenset[str]:
+    """The names that ``torch.compile(options=...)`` may pass on to Inductor."""
+    from torch._inductor import config
+
+    return frozenset(config.get_config_copy())
+
+
+def inductor_mode_options(mode: str) -> dict[str, object]:
+    """The Inductor options that ``torch.compile(mode=...)`` stands for."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def inductor_modes() -> tuple[str, ...]:
+    """The accepted values of ``torch.compile(mode=...)``."""
+    from torch._inductor import list_mode_options
+
+    return tuple(list_mode_options())
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, object], partitioner: CustomPartitionerFn
+) -> Callable[..., Any]:
+    """Compile as ``backend="inductor"`` does, with another partitioner.
+
+    AOTAutograd's cache hands out compiled graphs without calling the partitioner, and then nobody could say what was
+    decided; it is off. Inductor's own cache, which holds the generated code, stays on.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**options, "custom_partitioner_fn": partitioner}
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(module, list(inputs), config_patches=patches)  # type: ignore[return-value]
+
+
+def compile_plain_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, object]
+) -> Callable[..., Any]:
+    """Compile exactly as ``backend="inductor"`` does."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, list(inputs), config_patches=dict(options))  # type: ignore[return-value]
+
+
+def compile_with_aot_autograd(
+    module: fx.GraphModule, inputs: Sequence[Any], partitioner: CustomPartitionerFn
+) -> Callable[..., Any]:
+    """Run the graphs as they are, after the decompositions that Inductor would see."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run_as_is(graph: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(arguments: list[Any]) -> Any:
+            return fx.Interpreter(graph).boxed_run(arguments)  # frees each value and each argument after its last use
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    backend = aot_autograd(
+        fw_compiler=run_as_is,
+        bw_compiler=run_as_is,
+        inference_compiler=run_as_is,
+        partition_fn=partitioner,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    with functorch_config.patch(enable_autograd_cache=False):
+        return backend(module, list(inputs))  # type: ignore[no-any-return]
+
+
+def prepare_joint_module(joint_module: fx.GraphModule) -> None:
+    """Remove dead code and merge equal ops, as torch's own partitioner does before it decides (in place)."""
+    joint_module.graph.eliminate_dead_code()
+    if functorch_config.cse:
+        joint_module.graph = fx_graph_cse(joint_module.graph)
+    joint_module.recompile()
+
+
+def pinned_to_backward(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Nodes that must run in backward although no tangent reaches them (changes in place in backward)."""
+    return frozenset(node for node in graph.nodes if partitioners._must_be_in_backward(node))
+
+
+def default_partition(joint_module: fx.GraphModule, inputs: Sequence[Any], **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's own partition, for graphs without anything to decide."""
+    return partitioners.min_cut_rematerialization_partition(joint_module, inputs, **keywords)
+
+
+def inductor_saved_names(
+    joint_module: fx.GraphModule, num_fwd_outputs: int, static_lifetime_input_indices: Sequence[int]
+) -> frozenset[str]:
+    """The values that plain Inductor would save: its partitioner run on a copy, its answer read back."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(joint_module.graph, copied)
+    graph.output(output)
+    _copy_output_metadata(joint_module.graph, graph)
+    copy = fx.GraphModule(joint_module, graph)
+    for node in copy.graph.nodes:
+        node.meta = dict(node.meta)
+    forward, _backward = partitioners.min_cut_rematerialization_partition(
+        copy, (), num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=list(static_lifetime_input_indices)
+    )
+    (outputs,) = forward.graph.find_nodes(op="output")
+    flat = torch.utils._pytree.arg_tree_leaves(*outputs.args)
+    return frozenset(node.name for node in flat[num_fwd_outputs:] if isinstance(node, fx.Node))
+
+
+def _copy_output_metadata(source: fx.Graph, target: fx.Graph) -> None:
+    (old,), (new,) = source.find_nodes(op="output"), target.find_nodes(op="output")
+    new.meta = dict(old.meta)
+
+
+def extract_modules(
+    joint_module: fx.GraphModule,
+    saved: Sequence[fx.Node],
+    recomputed: frozenset[fx.Node],
+    num_fwd_outputs: int,
+    static_inputs: Sequence[fx.Node],
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward modules that hand over exactly ``saved``; all else that backward needs is in backward.
+
+    Random ops that the user marked MUST_RECOMPUTE draw the same numbers again: their generator state is saved.
+    """
+    sizes = [node for node in saved if partitioners.is_sym_node(node)]
+    opaque = [node for node in saved if _is_opaque(node)]
+    tensors = [node for node in saved if node not in sizes and node not in opaque]
+    keywords: dict[str, Any] = {
+        "saved_sym_nodes": sizes,
+        "num_fwd_outputs": num_fwd_outputs,
+        "static_lifetime_input_nodes": OrderedSet(static_inputs),
+    }
+    if "saved_opaque_nodes" in inspect.signature(partitioners._extract_fwd_bwd_modules).parameters:
+        keywords["saved_opaque_nodes"] = opaque
+    else:
+        tensors += opaque
+    forward, backward = partitioners._extract_fwd_bwd_modules(joint_module, tensors, **keywords)
+    if any(_draws_again(node, recomputed) for node in joint_module.graph.nodes):
+        forward, backward = partitioners.functionalize_rng_ops(joint_module, forward, backward, len(sizes))
+    return forward, backward
+
+
+def thread_random_state(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Hand the random state of nested graphs to the outer ones, and read parts of results as early as they exist."""
+    forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
+    if not hasattr(partitioners, "thread_graphsafe_rng_from_hops"):
+        return forward, backward
+    return (
+        partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False),
+        partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True),
+    )
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    check = getattr(partitioners, "is_opaque_node", None)
+    return bool(check is not None and check(node))
+
+
+def _draws_again(node: fx.Node, recomputed: frozenset[fx.Node]) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return node in recomputed and torch.Tag.nondeterministic_seeded in tags and partitioners.must_recompute(node)

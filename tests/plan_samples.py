@@ -1,0 +1,131 @@
+"""Plans made by hand for the tests of the command line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from remat_passes.plan import Decision, FrontierPoint, RematPlan, ValuePlan
+
+MIB = 2**20
+
+CHEAP = "cheap: fused into its readers, it is never written to memory"
+DEAR = "its recompute costs more than its bytes are worth"
+NARROW = "narrow point: every path to the loss passes here"
+OVER = "over budget: the cheapest bytes that were still saved"
+
+Stem = tuple[str, str, str, tuple[int, ...], int, Decision, str, float, int, tuple[str, ...]]
+
+# One block of a GPT of width 256, batch 2, 1024 tokens: stem of the name, op, module below the block, shape, MiB,
+# decision, reason, cost_us, source line, stems of what it reads.
+BLOCK: tuple[Stem, ...] = (
+    ("add", "aten.add.Tensor", "", (2, 1024, 256), 2, "save", NARROW, 1.5, 31, ("proj", "fc2")),
+    ("norm", "aten.native_layer_norm.default", "ln", (2, 1024, 256), 2, "recompute", CHEAP, 2.0, 40, ("add",)),
+    ("qkv", "aten.addmm.default", "attn.qkv", (2048, 768), 6, "recompute", OVER, 41.5, 52, ("norm",)),
+    ("view", "aten.view.default", "attn.qkv", (2, 1024, 768), 6, "free", "view of qkv", 0.0, 53, ("qkv",)),
+    ("proj", "aten.addmm.default", "attn.proj", (2048, 256), 2, "save", DEAR, 14.25, 58, ("view",)),
+    ("fc1", "aten.addmm.default", "mlp", (2048, 1024), 8, "recompute", OVER, 55.0, 71, ("norm",)),
+    ("gelu", "aten.gelu.default", "mlp", (2048, 1024), 8, "recompute", CHEAP, 4.0, 72, ("fc1",)),
+    ("fc2", "aten.addmm.default", "mlp", (2048, 256), 2, "save", DEAR, 55.0, 73, ("gelu",)),
+)
+
+
+def value(name: str, **fields: object) -> ValuePlan:
+    """A small saved value; ``fields`` say what is different about it."""
+    sample = ValuePlan(
+        name=name,
+        op="aten.mm.default",
+        shape=(4, 8),
+        dtype="float32",
+        bytes=128,
+        module="",
+        source="model.py:1",
+        decision="save",
+        reason="worth its bytes",
+        cost_us=1.0,
+        inputs=(),
+    )
+    return replace(sample, **fields)  # type: ignore[arg-type]
+
+
+def block_values(layer: int) -> list[ValuePlan]:
+    """The values of one block, named as FX names them: ``qkv``, ``qkv_1``, ``qkv_2``."""
+    suffix = f"_{layer}" if layer else ""
+    return [
+        ValuePlan(
+            name=stem + suffix,
+            op=op,
+            shape=shape,
+            dtype="float32",
+            bytes=num_mib * MIB,
+            module=f"blocks.{layer}.{below}".rstrip("."),
+            source=f"/home/user/projects/tiny-gpt/src/model/transformer.py:{line}",
+            decision=decision,
+            reason=reason,
+            cost_us=cost_us,
+            inputs=tuple(read + suffix for read in reads),
+        )
+        for stem, op, below, shape, num_mib, decision, reason, cost_us, line, reads in BLOCK
+    ]
+
+
+def plan(values: list[ValuePlan] | tuple[ValuePlan, ...] = (), **fields: object) -> RematPlan:
+    """A plan of these values with plausible figures; ``fields`` say what is different about it."""
+    saved = sum(entry.bytes for entry in values if entry.decision == "save")
+    again = sum(entry.cost_us for entry in values if entry.decision == "recompute")
+    sample = RematPlan(
+        graph_id="g00-1a2b3c4d",
+        torch_version="2.13.0",
+        device="h200",
+        cost_model="analytic",
+        lowering="inductor",
+        budget_bytes=256 * MIB,
+        num_microbatches=1,
+        projected_peak_bytes=240 * MIB,
+        inductor_peak_bytes=600 * MIB,
+        baseline_bytes=50 * MIB,
+        gradient_bytes=48 * MIB,
+        saved_bytes=saved,
+        recompute_us=again,
+        step_us=12_500.0,
+        inductor_step_us=10_000.0,
+        lower_bound_us=12_000.0,
+        values=tuple(values),
+        frontier=(),
+        peak_values=(),
+        symbols=(),
+        notes=(),
+    )
+    return replace(sample, **fields)  # type: ignore[arg-type]
+
+
+def gpt_plan(num_layers: int = 16, **fields: object) -> RematPlan:
+    """A GPT of equal blocks between an embedding and a head that were planned on their own."""
+    source = "/home/user/projects/tiny-gpt/src/model/transformer.py"
+    tokens = value("primals_1", op="input", shape=(2, 1024), dtype="int64", bytes=16384, decision="free",
+                   source=f"{source}:100", reason="an input: it is alive anyway", cost_us=0.0)  # fmt: skip
+    embedding = value("embedding", op="aten.embedding.default", shape=(2, 1024, 256), bytes=2 * MIB, module="wte",
+                      source=f"{source}:101", cost_us=3.0, reason=NARROW, inputs=("primals_1",))  # fmt: skip
+    logits = value("logits", op="aten.mm.default", shape=("2*s0", 50304), bytes=393 * MIB, module="head",
+                   source=f"{source}:110", cost_us=880.0, decision="recompute", reason=OVER,
+                   inputs=(f"add_{num_layers - 1}",))  # fmt: skip
+    values = [tokens, embedding, *(entry for layer in range(num_layers) for entry in block_values(layer)), logits]
+    sample = plan(
+        values,
+        peak_values=(("logits", 96 * MIB), ("tangents_1", 48 * MIB), *((f"add_{at}", 2 * MIB) for at in range(1, 16))),
+        symbols=(("s0", 1024),),
+        notes=("The projected peak holds for s0 = 1024; a longer sequence needs more.",),
+    )
+    sample = replace(sample, frontier=frontier_through(sample, before=24, after=5))
+    return replace(sample, **fields)  # type: ignore[arg-type]
+
+
+def frontier_through(chosen: RematPlan, before: int, after: int) -> tuple[FrontierPoint, ...]:
+    """A straight frontier with the chosen plan on it: each step costs 100 us and frees 15 MiB."""
+    return tuple(
+        FrontierPoint(
+            peak_bytes=chosen.projected_peak_bytes - 15 * MIB * at,
+            saved_bytes=chosen.saved_bytes - 15 * MIB * at,
+            step_us=chosen.step_us + 100.0 * at,
+        )
+        for at in range(-before, after + 1)
+    )
