@@ -44,7 +44,7 @@ OUTPUT = ROOT / "build" / "demo"
 # rest is for machines that add in another order.
 LOSS_TOLERANCE = 100 * torch.finfo(torch.float32).eps
 
-NUM_TRACES = 3  # of which the fastest is drawn: a busy machine stretches a curve, it does not change the bytes
+NUM_TRACES = 5  # of which the fastest is drawn: a busy machine stretches a curve, it does not change the bytes
 
 
 @dataclass(slots=True)
@@ -125,13 +125,14 @@ def train(
                 way.train(batch)
             advance(way)
     plans = remat_compiler.plans()[num_plans:]
-    return [finish(way, batch, plans[-1] if way.system.backend == "remat" and plans else None) for way in ways]
+    traces = zip(*([memory_of_one_step(way, batch) for way in ways] for _ in range(NUM_TRACES)), strict=True)
+    return [training_of(way, own, plans) for way, own in zip(ways, traces, strict=True)]
 
 
-def finish(way: Way, batch: Batch, plan: RematPlan | None) -> Training:
-    """Measure the memory of one more forward and backward."""
-    traces = [memory_of_one_step(way, batch) for _ in range(NUM_TRACES)]
+def training_of(way: Way, traces: Sequence[MemoryTrace], plans: Sequence[RematPlan]) -> Training:
+    """The outcome of ``way``, with the fastest of its traces."""
     fastest = min(traces, key=lambda trace: trace.duration_us)
+    plan = plans[-1] if way.system.backend == "remat" and plans else None
     warm_ms = way.times_ms[1:] or way.times_ms
     return Training(way.system.name, tuple(way.losses), statistics.median(warm_ms), fastest, plan)
 

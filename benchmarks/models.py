@@ -52,8 +52,8 @@ class Block(nn.Module):
         heads = self.qkv(x).view(batch, tokens, 3, self.num_heads, width // self.num_heads)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed = self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        return mixed
+        projected: torch.Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return projected
 
 
 class GPT(nn.Module):

@@ -11,6 +11,7 @@ counts. A file that was written on a busy machine can be deleted: it is measured
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import itertools
@@ -21,7 +22,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,8 @@ import torch
 
 from remat_passes.device import DTYPES, GENERIC_CPU, DeviceSpec, spec_from_json
 from remat_passes.errors import ConfigError
+
+from .torch_private import outside_of_tracing
 
 METHOD = 1  # part of a cache file's name: raise it whenever what is measured changes
 
@@ -44,11 +46,12 @@ GEMM_MIN_ROWS, GEMM_MAX_ROWS = 64, 2048  # a dtype without instructions of its o
 GEMM_RUN_US = 500.0  # rows are added until a run takes this long: enough to keep many threads busy, still short
 
 # A fastest time that AGREEING_RUNS others come near to is believed, else the limit ends the search. On a busy machine
-# three rounds of six parallel measurements use most of theirs up: 1.8 seconds.
-ROUNDS = 3
+# every measurement uses its limit up, and rounds end early so that all stays under three seconds.
 AGREEING_RUNS = 10
 AGREEMENT = 1.05
-LIMIT_US = 100_000.0
+LIMIT_US = 60_000.0
+ROUNDS = 3
+ROUNDS_LIMIT_S = 1.5
 
 POINTWISE_ELEMENTS = 2**14  # two inputs and an output are 192 KiB, inside a second-level cache
 
@@ -102,17 +105,14 @@ def measure_cpu() -> DeviceSpec:
     Raises:
         RuntimeError: torch does not run plain CPU tensors here.
     """
-    # In a thread of its own: autocast, fake tensors and the default device of the compile that asks are its thread's.
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(_measure, torch.get_num_threads()).result()
-
-
-@torch.no_grad()
-def _measure(num_threads: int) -> DeviceSpec:
-    launch_us = _launch_us()
-    thread_flops_per_us = HUBER_FLOPS / _us_per_element(_huber)
-    transcendental_us = _us_per_element(_softplus) / SOFTPLUS_TRANSCENDENTALS
-    rates = _parallel_rates()
+    num_threads = torch.get_num_threads()
+    # The compile that asks may have fake tensors, autograd or autocast on. A thread of its own would have none of them,
+    # but once the main thread has run in parallel, matmuls in another one were seen to stay on one core.
+    with outside_of_tracing(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        launch_us = _launch_us()
+        thread_flops_per_us = HUBER_FLOPS / _us_per_element(_huber)
+        transcendental_us = _us_per_element(_softplus) / SOFTPLUS_TRANSCENDENTALS
+        rates = _parallel_rates()
     pointwise_flops_per_us = thread_flops_per_us * num_threads
     # A multiply-add is two operations and one instruction, so a matmul below this was disturbed by other work.
     rates["float32"] = max(rates["float32"], pointwise_flops_per_us)
@@ -137,19 +137,17 @@ def _measure(num_threads: int) -> DeviceSpec:
 def _best_us(run: Callable[[], object], limit_us: float = LIMIT_US) -> float:
     """The fastest run, after one to warm up: see ``AGREEING_RUNS``."""
     run()
-    times_us: list[float] = []
-    spent_us, best_us, agreeing = 0.0, math.inf, 0
-    while agreeing <= AGREEING_RUNS and (spent_us < limit_us or len(times_us) < 2):
+    times_us: list[float] = []  # in ascending order
+    spent_us = 0.0
+    while len(times_us) < 2 or spent_us < limit_us:
         start_ns = time.perf_counter_ns()
         run()
-        times_us.append((time.perf_counter_ns() - start_ns) / 1e3)
-        spent_us += times_us[-1]
-        if times_us[-1] < best_us:
-            best_us = times_us[-1]
-            agreeing = sum(us <= best_us * AGREEMENT for us in times_us)
-        else:
-            agreeing += times_us[-1] <= best_us * AGREEMENT
-    return best_us
+        us = (time.perf_counter_ns() - start_ns) / 1e3
+        spent_us += us
+        bisect.insort(times_us, us)
+        if len(times_us) > AGREEING_RUNS and times_us[AGREEING_RUNS] <= times_us[0] * AGREEMENT:
+            break
+    return times_us[0]
 
 
 def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -161,7 +159,10 @@ def _parallel_rates() -> dict[str, float]:
     """Bytes ("stream") and flops (by dtype name) a microsecond of all threads: of each the best of all rounds."""
     arrays = [_ones(STREAM_BYTES // 4) for _ in range(3)]
     best = dict.fromkeys(("stream", *DTYPES), 0.0)
-    for _ in range(ROUNDS):
+    start_s = time.perf_counter()
+    for done in range(ROUNDS):
+        if done and time.perf_counter() - start_s > ROUNDS_LIMIT_S:
+            break
         best["stream"] = max(best["stream"], _stream_bytes_per_us(arrays))
         for dtype in DTYPES:
             best[dtype] = max(best[dtype], _gemm_flops_per_us(getattr(torch, dtype)))
@@ -184,12 +185,14 @@ def _stream_bytes_per_us(arrays: Sequence[torch.Tensor]) -> float:
 
 def _gemm_flops_per_us(dtype: torch.dtype) -> float:
     weight = _ones(GEMM_INNER, GEMM_COLUMNS, dtype=dtype)
+
+    def us(rows: int, limit_us: float) -> float:
+        return _best_us(partial(torch.mm, _ones(rows, GEMM_INNER, dtype=dtype), weight), limit_us)
+
     rows = GEMM_MIN_ROWS
-    while True:
-        us = _best_us(partial(torch.mm, _ones(rows, GEMM_INNER, dtype=dtype), weight))
-        if us >= GEMM_RUN_US or rows >= GEMM_MAX_ROWS:
-            return 2 * rows * GEMM_INNER * GEMM_COLUMNS / us
+    while rows < GEMM_MAX_ROWS and us(rows, LIMIT_US / 20) < GEMM_RUN_US:
         rows *= 2
+    return 2 * rows * GEMM_INNER * GEMM_COLUMNS / us(rows, LIMIT_US)
 
 
 def _launch_us() -> float:

@@ -94,7 +94,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         names = torch_private.inductor_saved_names(gm, num_fwd_outputs, static)
         inductor = inductor_candidate(joint, problem, model, names)
         budget = _budget_bytes(self.options, joint, model, inductor.projection.peak_bytes)
-        choice = search(joint, problem, model, inductor, budget)
+        choice = search(joint, problem, model, inductor, budget, costs.fixed_ps)
         plan = write_plan(joint, permissions, costs, model, self.spec, choice, _setting(self.options, joint, budget))
 
         record(plan, time.perf_counter() - start)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from .device import DeviceSpec
 from .joint import JointGraph, Role, Side, Size, Value
-from .ops import FUSIBLE, OpKind, is_counter_random, is_transcendental, op_name
+from .ops import FUSIBLE, OpKind, is_counter_random, op_name, transcendental_weight
 
 PS_PER_US = 1_000_000
 
@@ -179,7 +179,7 @@ _GATHERS = frozenset({"embedding", "gather", "index", "index_select", "_unsafe_i
 def _flops_per_element(node: fx.Node, spec: DeviceSpec) -> float:
     if is_counter_random(node):
         return spec.random_flops
-    return spec.transcendental_flops if is_transcendental(node) else 1.0
+    return max(1.0, spec.transcendental_flops * transcendental_weight(node))
 
 
 def matrix_flops(joint: JointGraph, value: Value, sizes: Sizes) -> Any:

@@ -351,6 +351,22 @@ def between(problem: CutProblem, fast: Cut, small: Cut) -> tuple[Cut, ...]:
     return tuple(points[:-1])
 
 
+def interpolated(problem: CutProblem, fast: Cut, small: Cut) -> tuple[Cut, ...]:
+    """Cuts that save as ``small`` does up to some place in forward and as ``fast`` does after it.
+
+    Finer than ``between`` where one component spans a whole layer, and not always optimal: the GEMMs of a layer have the
+    same bytes for the same time, so the hull takes all of them or none.
+    """
+    differ = sorted(fast.saved ^ small.saved)
+    return tuple(
+        cut_of_saved(
+            problem,
+            frozenset(i for i in small.saved if i <= place) | frozenset(i for i in fast.saved if i > place),
+        )
+        for place in differ[:-1]
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Component:
     need: frozenset[int]

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from .joint import JointGraph, Policy, Role, Value
-from .ops import OpKind, draws_from_generator, is_builtin, is_collective, op_name
+from .ops import OpKind, draws_from_generator, is_builtin, is_collective, op_name, schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ _PURE_HIGHER_ORDER = frozenset({"flex_attention", "triton_kernel_wrapper_functio
 def _opaque(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
     if value.kind is not OpKind.EXTERN or node.op != "call_function" or must_recompute(joint, value):
         return None
-    if isinstance(node.target, torch._ops.OpOverload):
+    if schema_of(node) is not None:
         return None if is_builtin(node) else f"custom op {op_name(node)}: what it does besides its result is not known"
     if op_name(node) in _PURE_HIGHER_ORDER:
         return None

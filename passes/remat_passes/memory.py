@@ -22,7 +22,7 @@ from functools import cached_property
 
 from .cut import Cut
 from .joint import JointGraph, Role
-from .ops import FUSIBLE, OpKind
+from .ops import FUSIBLE, OpKind, reduces_outer
 from .schedule import Schedule, schedule
 
 # A pointwise result with more reads than this is written by Inductor once several readers want it
@@ -59,6 +59,7 @@ class _Kernel:
     lead: int
     fuses: bool
     domains: set[int]
+    is_sums: bool = False  # of reductions over the first axis
     results: list[int] = field(default_factory=list)
     reads: dict[int, int] = field(default_factory=dict)
 
@@ -97,6 +98,12 @@ class MemoryModel:
             else value.numel
             for value in self.joint.values
         )
+
+    @cached_property
+    def outer(self) -> frozenset[int]:
+        """Reductions over the first axis."""
+        nodes = self.joint.nodes
+        return frozenset(v.index for v in self.joint.values if v.kind is OpKind.REDUCTION and reduces_outer(nodes[v.index]))
 
     @cached_property
     def kinds(self) -> tuple[OpKind, ...]:
@@ -230,8 +237,11 @@ class _Replay:
         fuses = self.model.fuses and self.model.kinds[index] in FUSIBLE
         position = latest = max([self.kernel_of.get(leaf, -1) for leaf in leaves], default=-1)
         domain = self.model.domains[index]
-        if not (fuses and latest >= 0 and self.kernels[latest].fuses and domain in self.kernels[latest].domains):
+        if fuses and index in self.model.outer:
+            position = self._joined_sums(leaves, domain, latest)
+        elif not (fuses and latest >= 0 and self.kernels[latest].fuses and domain in self.kernels[latest].domains):
             position = len(self.kernels)
+        if position == len(self.kernels):
             self.kernels.append(_Kernel(lead=index, fuses=fuses, domains=set()))
         kernel = self.kernels[position]
         kernel.domains.update((domain, self.model.elements[index]))
@@ -239,6 +249,21 @@ class _Replay:
         for result in self.model._parts.get(index, (index,)):
             kernel.results.append(result)
             self.kernel_of[result] = position
+
+    def _joined_sums(self, leaves: Sequence[int], domain: int, latest: int) -> int:
+        """The kernel of an outer sum: (4) such sums over the same domain that share a large operand run as one kernel, where
+        the last of them can run; what the first ones read stays alive until then."""
+        for position, kernel in enumerate(self.kernels):
+            shares = any(leaf in kernel.reads and self.model.elements[leaf] == domain for leaf in leaves)
+            if kernel.is_sums and shares and domain in kernel.domains:
+                if position > latest:
+                    return position
+                self.kernels[position] = _Kernel(lead=kernel.lead, fuses=True, domains=set())
+                self.kernels.append(kernel)
+                self.kernel_of.update(dict.fromkeys(kernel.results, len(self.kernels) - 1))
+                return len(self.kernels) - 1
+        self.kernels.append(_Kernel(lead=0, fuses=True, domains=set(), is_sums=True))
+        return len(self.kernels) - 1
 
     # -- (2) and (3) what is allocated when
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -63,24 +64,32 @@ _SCATTERS = frozenset(
     " embedding_dense_backward _scaled_index_put".split()
 )
 
-# Pointwise ops whose arithmetic is a polynomial or a table, not one instruction.
-_TRANSCENDENTAL = frozenset(
-    "exp exp2 expm1 log log2 log10 log1p erf erfc erfinv sin cos tan asin acos atan atan2 sinh cosh tanh sigmoid silu gelu"
-    " gelu_backward tanh_backward sigmoid_backward silu_backward softplus pow lgamma digamma mish logaddexp log_sigmoid"
-    " softplus_backward elu elu_backward mish_backward hardswish celu logit rsqrt sqrt".split()
-)
+# Pointwise ops whose arithmetic is a polynomial or a table, in units of DeviceSpec.transcendental_flops, which is the mean
+# of exp (0.19 ns on one Zen 5 core in a kernel compiled by Inductor), erf (0.42 ns) and tanh (1.02 ns).
+_EXP, _ERF, _TANH = 0.35, 0.8, 1.9
+_TRANSCENDENTAL = {
+    **dict.fromkeys("exp exp2 expm1 log log2 log10 log1p sqrt rsqrt".split(), _EXP),
+    **dict.fromkeys("erf erfc erfinv sigmoid silu sigmoid_backward silu_backward sin cos logit".split(), _ERF),
+    **dict.fromkeys("gelu gelu_backward softplus softplus_backward log_sigmoid logaddexp elu elu_backward celu".split(), 1.0),
+    **dict.fromkeys("tanh tanh_backward tan asin acos atan atan2 sinh cosh pow lgamma digamma mish mish_backward".split(), _TANH),
+}
 
 _RANDOM = frozenset("inductor_random inductor_randint".split())
 
 _MATRIX_PRODUCTS = frozenset("mm addmm bmm baddbmm _scaled_mm _int_mm addbmm mv dot".split())
 
 
+def schema_of(node: fx.Node) -> Any | None:
+    """The schema of an operator of the dispatcher; ``None`` for Python functions and higher-order ops."""
+    return getattr(node.target, "_schema", None)
+
+
 def op_name(node: fx.Node) -> str:
     """The op without namespace and overload: ``"mm"`` for ``aten.mm.default``."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[-1]
-    return getattr(target, "__name__", str(target))
+    schema = schema_of(node)
+    if schema is not None:
+        return str(schema.name).split("::")[-1]
+    return getattr(node.target, "__name__", str(node.target))
 
 
 def op_label(node: fx.Node) -> str:
@@ -89,7 +98,7 @@ def op_label(node: fx.Node) -> str:
         return "input"
     if node.op == "get_attr":
         return "constant"
-    if isinstance(node.target, torch._ops.OpOverload):
+    if schema_of(node) is not None:
         return str(node.target)
     return getattr(node.target, "__name__", str(node.target))
 
@@ -100,11 +109,8 @@ def is_view(node: fx.Node) -> bool:
     ``reshape`` and ``contiguous`` may copy: they share only when shape and strides allow it, which the recorded fake
     tensors show.
     """
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    schema = node.target._schema
-    name = schema.name.split("::")[-1]
-    if schema.is_mutable or not schema.returns:
+    schema, name = schema_of(node), op_name(node)
+    if schema is None or schema.is_mutable or not schema.returns:
         return False
     if name in ("reshape", "contiguous", "to", "flatten"):
         return _shares_storage(node)
@@ -129,9 +135,7 @@ def op_kind(node: fx.Node) -> OpKind:
         return OpKind.SYMBOLIC
     if node.target is operator.getitem:
         return _part_kind(node)
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return OpKind.EXTERN
-    return _overload_kind(node, node.target)
+    return OpKind.EXTERN if schema_of(node) is None else _overload_kind(node)
 
 
 def _part_kind(node: fx.Node) -> OpKind:
@@ -139,9 +143,9 @@ def _part_kind(node: fx.Node) -> OpKind:
     return OpKind.VIEW if isinstance(source, fx.Node) and is_view(source) else OpKind.PART
 
 
-def _overload_kind(node: fx.Node, target: torch._ops.OpOverload) -> OpKind:
-    name = op_name(node)
-    if target._schema.is_mutable or not target._schema.returns:
+def _overload_kind(node: fx.Node) -> OpKind:
+    schema, name = schema_of(node), op_name(node)
+    if schema is None or schema.is_mutable or not schema.returns:
         return OpKind.EFFECT
     if is_view(node):
         return OpKind.VIEW
@@ -151,14 +155,14 @@ def _overload_kind(node: fx.Node, target: torch._ops.OpOverload) -> OpKind:
         return OpKind.REDUCTION
     if name in _SCATTERS:
         return OpKind.SCATTER
-    if name in _POINTWISE or torch.Tag.pointwise in target.tags:
+    if name in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return OpKind.POINTWISE
     return OpKind.EXTERN
 
 
-def is_transcendental(node: fx.Node) -> bool:
-    """Whether one element costs a polynomial rather than one instruction."""
-    return op_name(node) in _TRANSCENDENTAL
+def transcendental_weight(node: fx.Node) -> float:
+    """How many mean transcendentals one element costs; 0 where the op is one instruction."""
+    return _TRANSCENDENTAL.get(op_name(node), 0.0)
 
 
 def is_counter_random(node: fx.Node) -> bool:
@@ -186,20 +190,18 @@ def draws_from_generator(node: fx.Node) -> bool:
 
     Attention kernels carry the tag for their dropout; at ``dropout_p=0`` they draw nothing.
     """
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if schema_of(node) is None:
         return False
     if op_name(node) in ("inductor_seeds", "inductor_seed"):
         return True
-    if torch.Tag.nondeterministic_seeded not in target.tags:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     return _argument(node, "dropout_p", 1.0) != 0.0 and _argument(node, "p", 1.0) != 0.0
 
 
-def _argument(node: fx.Node, name: str, default: object) -> object:
+def _argument(node: fx.Node, name: str, default: Any) -> Any:
     """The value of the schema argument ``name``, ``default`` when the op has no such argument."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(getattr(schema_of(node), "arguments", ())):
         if argument.name != name:
             continue
         if name in node.kwargs:
@@ -210,12 +212,27 @@ def _argument(node: fx.Node, name: str, default: object) -> object:
 
 def written_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """The operands that the op changes in place."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+    schema = schema_of(node)
+    if schema is None or not schema.is_mutable:
         return ()
     written = []
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(schema.arguments):
         operand = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, fx.Node):
             written.append(operand)
     return tuple(written)
+
+
+def reduces_outer(node: fx.Node) -> bool:
+    """Whether a reduction runs over the first axis, as the sum that makes a bias gradient does.
+
+    Its loop nest is the transpose of its neighbours', so it fuses with other such sums rather than with them.
+    """
+    if op_name(node) not in _REDUCTIONS or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    operand = node.args[0].meta.get("val")
+    if not isinstance(operand, torch.Tensor) or operand.dim() < 2:
+        return False
+    axes = _argument(node, "dim", None)
+    axes = [axes] if isinstance(axes, int) else axes
+    return not axes or any(axis % operand.dim() == 0 for axis in axes)

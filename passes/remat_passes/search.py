@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .cost import CostGraph
-from .cut import Cut, CutProblem, CutValue, Sweep, between, cut_of_saved, fastest_price, keeping, solve, sweep
+from .cut import Cut, CutProblem, CutValue, Sweep, between, cut_of_saved, fastest_price, interpolated, keeping, solve, sweep
 from .errors import BudgetInfeasibleError, CannotPartitionError
 from .joint import JointGraph, Side
 from .legality import Permission
@@ -24,6 +24,10 @@ from .units import format_bytes
 MAX_CUTS = 48
 MAX_CUTS_KEPT = 12
 MAX_POINTS = 256
+
+# Without a budget, plans whose projected steps differ by less than this count as equally fast and the lowest peak wins: the
+# cost model does not resolve a difference as small (docs/decisions/0003-no-budget.md has the measurements).
+TIME_RESOLUTION = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +70,14 @@ def cut_problem(joint: JointGraph, permissions: Sequence[Permission], costs: Cos
 
 
 def search(
-    joint: JointGraph, problem: CutProblem, model: MemoryModel, inductor: Candidate, budget_bytes: int | None
+    joint: JointGraph,
+    problem: CutProblem,
+    model: MemoryModel,
+    inductor: Candidate,
+    budget_bytes: int | None,
+    fixed_ps: int,
 ) -> Choice:
-    """Choose a decision for one graph.
+    """Choose a decision for one graph whose undecided part takes ``fixed_ps``.
 
     Raises:
         BudgetInfeasibleError: no candidate's projected peak is within the budget.
@@ -78,14 +87,19 @@ def search(
     main = sweep(problem, MAX_CUTS)
     considered = _Considered(model, limit, [Candidate(cut, model.project(cut)) for cut in main.vertices])
     considered.add([inductor] if inductor.is_legal else [])
-    if budget_bytes is not None:
+    if budget_bytes is None:
+        fastest_ps = main.vertices[0].time_ps
+        deadline_ps = fastest_ps + round(TIME_RESOLUTION * (fixed_ps + fastest_ps))
+        in_time = [cut for cut in _between_all(problem, main) if cut.time_ps <= deadline_ps]
+        considered.add([Candidate(cut, model.project(cut)) for cut in in_time])
+        chosen = considered.smallest_within(deadline_ps) or considered.best() or considered.smallest()
+    else:
         considered.add_lazily(_between_all(problem, main))
         for kept in _boundary_sets(joint):
             _consider_kept(problem, kept, considered)
-    chosen = considered.best()
-    if chosen is None and budget_bytes is not None:
+        chosen = considered.best()
+    if chosen is None:
         raise BudgetInfeasibleError(_infeasible(limit, considered.smallest(), model))
-    chosen = chosen or considered.smallest()
     bound = main.lower_bound_ps(max(0, limit - model.baseline_bytes))
     bound = chosen.cut.time_ps if bound is None else min(bound, chosen.cut.time_ps)
     return Choice(chosen, inductor, considered.frontier(), bound)
@@ -121,6 +135,12 @@ class _Considered:
         """The fastest candidate that fits; among equals the one that was considered first."""
         fitting = [c for c in self.projected if c.projection.peak_bytes <= self.limit_bytes]
         return min(fitting, key=lambda c: (c.cut.time_ps, c.cut.saved_bytes), default=None)
+
+    def smallest_within(self, deadline_ps: int) -> Candidate | None:
+        """The lowest peak among the candidates that fit and take no longer than ``deadline_ps``."""
+        fitting = [c for c in self.projected if c.cut.time_ps <= deadline_ps]
+        fitting = [c for c in fitting if c.projection.peak_bytes <= self.limit_bytes]
+        return min(fitting, key=lambda c: (c.projection.peak_bytes, c.cut.time_ps), default=None)
 
     def smallest(self) -> Candidate:
         """The candidate with the lowest peak of all."""
@@ -174,7 +194,9 @@ def _lenient(value: CutValue) -> CutValue:
 
 def _between_all(problem: CutProblem, found: Sweep) -> list[Cut]:
     pairs = zip(found.vertices, found.vertices[1:], strict=False)
-    return _thinned([cut for fast, small in pairs for cut in between(problem, fast, small)])
+    found = [cut for fast, small in pairs for cut in (*between(problem, fast, small), *interpolated(problem, fast, small))]
+    distinct = {(cut.need, cut.redo): cut for cut in found}
+    return _thinned(sorted(distinct.values(), key=lambda cut: (cut.time_ps, cut.saved_bytes)))
 
 
 def _thinned(cuts: list[Cut]) -> list[Cut]:

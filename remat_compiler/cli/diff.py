@@ -5,30 +5,26 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import RenderableType
 from rich.text import Text
 
-from remat_passes.plan import ValuePlan
 from remat_passes.units import format_bytes, format_us
 
+from .change_table import Changes, change_sections
 from .comparison import Change, Pairing, PlanDiff, compare, pair_up
-from .groups import Group, KeyOf, decision_key, group_record, group_values
+from .groups import group_record
 from .headline import count, time_text
 from .plan_files import WrongUse, read_plans
 from .tables import (
     BOLD,
     DIM,
-    Block,
     Column,
     Row,
     clean,
-    draw_blocks,
     fitted_table,
     heading,
     page_width,
@@ -37,7 +33,6 @@ from .tables import (
     wrapped,
     write,
 )
-from .value_table import COLUMNS, Line, group_title, legend, lines_of, source_root, value_cells, value_row
 
 Kind = Literal["bytes", "us", "count", "text"]
 
@@ -70,14 +65,6 @@ FIGURES = (
 )
 LISTS = ("symbols", "frontier", "peak_values", "notes")  # only said to differ
 
-CHANGE_COLUMNS = [
-    Column("A -> B"),
-    Column("bytes", "right"),
-    Column("recompute", "right"),
-    Column("value", flexible=True),
-    Column("why in B, and where", flexible=True),
-]
-
 
 def diff_plans(path_a: Path, path_b: Path, form: str) -> None:
     """Show on stdout how the plans at ``path_b`` differ from those at ``path_a``.
@@ -100,9 +87,9 @@ def diff_plans(path_a: Path, path_b: Path, form: str) -> None:
         print_parts(report(title, diffs, pairing, page_width(sys.stdout)), sys.stdout)
 
 
-def report(title: str, diffs: Sequence[PlanDiff], pairing: Pairing, width: int) -> list[RenderableType]:
+def report(title: str, diffs: Sequence[PlanDiff], pairing: Pairing, width: int) -> list[Text]:
     """The comparison for people."""
-    parts: list[RenderableType] = [wrapped(Text(clean(title)), width)]
+    parts: list[Text] = [wrapped(Text(clean(title)), width)]
     if all(entry.same for entry in diffs) and not pairing.only_in_a and not pairing.only_in_b:
         return [*parts, Text("the plans are the same")]
     for entry in diffs:
@@ -113,18 +100,17 @@ def report(title: str, diffs: Sequence[PlanDiff], pairing: Pairing, width: int) 
     return parts
 
 
-def _pair_section(entry: PlanDiff, width: int) -> list[RenderableType]:
+def _pair_section(entry: PlanDiff, width: int) -> list[Text]:
     ids = dict.fromkeys((entry.a.graph_id, entry.b.graph_id))
     by_order = "  (graphs changed, compared by their order)" if entry.match == "order" else ""
-    parts: list[RenderableType] = [heading(clean(" -> ".join(ids)) + by_order, width)]
+    parts: list[Text] = [heading(clean(" -> ".join(ids)) + by_order, width)]
     if entry.same:
         return [*parts, paragraph("the plans are the same", width, indent=2)]
-    parts += [Text(), _figure_table(entry, width), *_change_section(entry, width)]
-    parts += _only_section("A", entry.only_in_a, width) + _only_section("B", entry.only_in_b, width)
+    parts += [Text(), _figure_table(entry, width), *change_sections(entry, width)]
     return parts + _rest(entry, width)
 
 
-def _figure_table(entry: PlanDiff, width: int) -> RenderableType:
+def _figure_table(entry: PlanDiff, width: int) -> Text:
     shown = [figure for figure in FIGURES if figure.kind != "text" or _moved(entry, figure)]
     columns = [
         Column(""),
@@ -168,66 +154,13 @@ def difference_text(a: Any, b: Any, kind: Kind) -> str:
     if kind == "count":
         return f"{sign}{size}"
     written = format_bytes(size) if kind == "bytes" else format_us(size)
-    return f"{sign}{written} ({sign}{100 * size / a:.0f}%)" if a > 0 else f"{sign}{written}"
+    if a <= 0:
+        return f"{sign}{written}"
+    share = f"{b / a:.0f}x" if b >= 10 * a else f"{sign}{100 * size / a:.0f}%"
+    return f"{sign}{written} ({share})"
 
 
-def _change_section(entry: PlanDiff, width: int) -> list[RenderableType]:
-    if not entry.changes:
-        same = "Every value that both have is decided in the same way."
-        return [Text(), paragraph(same, width)]
-    groups, before = _change_groups(entry.changes)
-    root = source_root([change.after for change in entry.changes])
-    blocks = [
-        Block(
-            group_title(group, _moves(before, group.values)),
-            [_change_row(before, line, root) for line in lines_of(group.folded, change_key(before))],
-        )
-        for group in groups
-    ]
-    moves = _moves(before, [change.after for change in entry.changes])
-    title = f"{count(len(entry.changes), 'value')} decided differently: {moves}"
-    return [heading(title, width), *legend(groups, root, width), Text(), *draw_blocks(CHANGE_COLUMNS, blocks, width)]
-
-
-def change_key(before: dict[str, ValuePlan]) -> KeyOf:
-    """What must agree for two changed values to be shown as one; ``before`` has them as they were in A, by name."""
-    return lambda value: (*decision_key(value), before[value.name].decision)
-
-
-def _change_groups(changes: Sequence[Change]) -> tuple[tuple[Group, ...], dict[str, ValuePlan]]:
-    """The changed values as ``b`` has them, folded when they changed in the same way, and as ``a`` had them by name."""
-    before = {change.before.name: change.before for change in changes}
-    return group_values([change.after for change in changes], change_key(before)), before
-
-
-def _moves(before: dict[str, ValuePlan], after: Sequence[ValuePlan]) -> str:
-    """``save -> recompute 64.0 MiB``, the largest move first."""
-    moved: Counter[str] = Counter()
-    for value in after:
-        moved[f"{before[value.name].decision} -> {value.decision}"] += value.bytes
-    return ", ".join(f"{move} {format_bytes(num_bytes)}" for move, num_bytes in moved.most_common())
-
-
-def _change_row(before: dict[str, ValuePlan], line: Line, root: str) -> Row:
-    return (f"{before[line[0].name].decision} -> {line[0].decision}", *value_cells(line, root))
-
-
-def _only_section(name: str, values: Sequence[ValuePlan], width: int) -> list[RenderableType]:
-    if not values:
-        return []
-    groups, root = group_values(values), source_root(values)
-    blocks = [
-        Block(
-            group_title(group, format_bytes(sum(value.bytes for value in group.values))),
-            [value_row(line, root) for line in lines_of(group.folded)],
-        )
-        for group in groups
-    ]
-    title = f"{count(len(values), 'value')} only in {name}"
-    return [heading(title, width), *legend(groups, root, width), Text(), *draw_blocks(COLUMNS, blocks, width)]
-
-
-def _rest(entry: PlanDiff, width: int) -> list[RenderableType]:
+def _rest(entry: PlanDiff, width: int) -> list[Text]:
     """What differs beyond figures and decisions, so that nothing is passed over in silence."""
     found = [f"{name} of {count(num, 'value')}" for name, num in entry.other_fields] + _lists_that_differ(entry)
     return [Text(), paragraph(f"Also different: {', '.join(found)}.", width)] if found else []
@@ -255,7 +188,7 @@ def _pair_record(entry: PlanDiff) -> dict[str, Any]:
         "same": entry.same,
         "figures": {figure.field: _figure_record(entry, figure) for figure in FIGURES},
         "decisions_changed": [_change_record(change) for change in entry.changes],
-        "groups_changed": [group_record(group) for group in _change_groups(entry.changes)[0]],
+        "groups_changed": [group_record(group) for group in Changes.of(entry).groups()],
         "only_in_a": [value.name for value in entry.only_in_a],
         "only_in_b": [value.name for value in entry.only_in_b],
         "also_different": {"values": dict(entry.other_fields), "plan": _lists_that_differ(entry)},

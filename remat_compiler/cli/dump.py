@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
 from rich.text import Text
 
 from remat_passes.plan import DECISIONS, SCHEMA, RematPlan, ValuePlan
@@ -67,9 +66,9 @@ def plan_record(plan: RematPlan) -> dict[str, Any]:
     return {"schema": SCHEMA, **asdict(plan), "groups": groups}
 
 
-def report(plans: Sequence[RematPlan], width: int, every_value: bool) -> list[RenderableType]:
+def report(plans: Sequence[RematPlan], width: int, every_value: bool) -> list[Text]:
     """The text form: a summary when there are several plans, then each plan in full."""
-    parts: list[RenderableType] = [*summary(plans, width), Text()] if len(plans) > 1 else []
+    parts: list[Text] = [*summary(plans, width), Text()] if len(plans) > 1 else []
     for place, plan in enumerate(plans):
         parts += [Text(f"\n{'-' * width}\n")] if place else []
         parts += headline(plan, width)
@@ -83,11 +82,11 @@ def report(plans: Sequence[RematPlan], width: int, every_value: bool) -> list[Re
 MEANINGS = {
     "save": "kept from forward to backward",
     "recompute": "dropped after forward, computed again in backward",
-    "free": "no memory of its own: an input or output of the step, or a view",
+    "free": "no memory of its own: an input, an output or a view",
 }
 
 
-def _totals(plan: RematPlan, width: int) -> list[RenderableType]:
+def _totals(plan: RematPlan, width: int) -> list[Text]:
     columns = [
         Column("decision"),
         Column("values", "right"),
@@ -107,7 +106,7 @@ def _what_it_is(value: ValuePlan) -> str:
     return clean(f"{AT_THE_PEAK[value.decision]}: {value.op} in {value.module or 'the top level'}")
 
 
-def _peak_section(plan: RematPlan, width: int) -> list[RenderableType]:
+def _peak_section(plan: RematPlan, width: int) -> list[Text]:
     if not plan.peak_values:
         return []
     known = {value.name: _what_it_is(value) for value in plan.values}

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
 from rich.text import Text
 
 from remat_passes.plan import RematPlan, ValuePlan
@@ -28,7 +27,7 @@ NUM_SPELLINGS = 3
 WHAT_IT_MEANS = {
     "save": "is saved: it is kept from forward to backward.",
     "recompute": "is recomputed: it is dropped after forward and computed again in backward.",
-    "free": "is free: it takes no memory of its own, being an input or output of the step, or a view.",
+    "free": "is free: it takes no memory of its own, being an input, an output or a view.",
 }
 
 
@@ -90,7 +89,7 @@ def _either(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def sentences(explanation: Explanation, width: int) -> list[RenderableType]:
+def sentences(explanation: Explanation, width: int) -> list[Text]:
     """The explanation for a person."""
     value = explanation.value
     title = Text.assemble((clean(value.name), BOLD), " ", WHAT_IT_MEANS[value.decision])

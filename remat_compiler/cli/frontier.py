@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import RenderableType
 from rich.text import Text
 
 from remat_passes.plan import FrontierPoint, RematPlan
@@ -17,7 +16,7 @@ NUM_POINTS = 12
 BAR_WIDTH = 24
 
 
-def frontier_section(plan: RematPlan, width: int) -> list[RenderableType]:
+def frontier_section(plan: RematPlan, width: int) -> list[Text]:
     """At most ``NUM_POINTS`` of the plans that were considered, with the chosen one marked."""
     if not plan.frontier:
         return []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from rich.console import RenderableType
 from rich.text import Text
 
 from remat_passes.plan import RematPlan
@@ -35,7 +34,7 @@ def count(num: int, noun: str) -> str:
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
-def headline(plan: RematPlan, width: int) -> list[RenderableType]:
+def headline(plan: RematPlan, width: int) -> list[Text]:
     """What the plan promises, as a titled list of figures."""
     origin = f"planned for {plan.device} with the {plan.cost_model} cost model, lowered by {plan.lowering},"
     title = Text.assemble((clean(plan.graph_id), BOLD), "  ", (clean(f"{origin} torch {plan.torch_version}"), DIM))
@@ -60,7 +59,7 @@ def _figures(plan: RematPlan) -> list[Row]:
     return [(label, Text(figure, BOLD), meaning) for label, figure, meaning in rows]
 
 
-def _notes(notes: Iterable[str], width: int) -> list[RenderableType]:
+def _notes(notes: Iterable[str], width: int) -> list[Text]:
     return [paragraph(Text(clean(f"note: {note}"), NOTE), width, indent=INDENT) for note in notes]
 
 
@@ -77,10 +76,14 @@ def _room(plan: RematPlan) -> str:
 
 def _against_inductor_peak(plan: RematPlan) -> str:
     plain = plan.inductor_peak_bytes
+    if plain <= 0:
+        return "plain Inductor's is not known"
     return f"{percent(plan.projected_peak_bytes, plain)} of plain Inductor's {format_bytes(plain)}"
 
 
 def _against_inductor_step(plan: RematPlan) -> str:
+    if plan.inductor_step_us <= 0:
+        return "plain Inductor's is not known"
     return f"{ratio(plan.step_us, plan.inductor_step_us)} plain Inductor's {time_text(plan.inductor_step_us)}"
 
 
@@ -120,7 +123,7 @@ SUMMARY = [
 ]
 
 
-def summary(plans: Sequence[RematPlan], width: int) -> list[RenderableType]:
+def summary(plans: Sequence[RematPlan], width: int) -> list[Text]:
     """One line a plan, and their notes."""
     rows = [_summary_row(plan) for plan in plans]
     notes = dict.fromkeys(note for plan in plans for note in plan.notes)

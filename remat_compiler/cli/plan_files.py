@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -31,7 +32,7 @@ def plan_paths(path: Path) -> tuple[Path, ...]:
         WrongUse: there is nothing at ``path``.
         PlanFileError: the folder holds no plan file.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, no error for a folder that may not be read
         raise WrongUse(f"{path} does not exist: give a plan file (*{SUFFIX}) or the folder that holds them.")
     if not path.is_dir():
         return (path,)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,20 +18,18 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from rich.console import RenderableType
 from rich.text import Text
 
 import remat_compiler
+from remat_compiler.options import parse_budget
 from remat_passes.errors import ConfigError
 from remat_passes.plan import SCHEMA, RematPlan
-from remat_passes.units import parse_bytes
 
 from .headline import count, summary
 from .plan_files import WrongUse
 from .tables import heading, page_width, paragraph, print_parts, write
 
 INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended: 128 + 2
-_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +66,8 @@ def run_training(script: str, arguments: Sequence[str], settings: Settings, form
         write(_no_plan(script), stderr)
     if form == "json":
         write(plans_json(plans), stdout)
-    elif plans:
-        stream = stderr if ending.exit_code else stdout
+    stream = stderr if ending.exit_code else stdout
+    if form == "text" and plans and not stream.closed:  # by the script
         print_parts(plan_table(plans, settings.dump_dir, page_width(stream)), stream)
     return ending.exit_code
 
@@ -81,25 +78,16 @@ def check_settings(settings: Settings) -> None:
     Raises:
         WrongUse: the budget or the number of micro-batches is malformed.
     """
-    if settings.budget is not None and not _is_budget(settings.budget.strip()):
-        raise WrongUse(
-            f"--budget {settings.budget!r} is no memory budget: write bytes above zero with their unit, such as 8GiB,"
-            " 512MiB or 8GB (10^9), a share above 0% and up to 100% of what plain Inductor needs, such as 60%, or auto."
-        )
+    try:
+        if settings.budget is not None:
+            parse_budget(settings.budget, "--budget")
+    except ConfigError as error:
+        raise WrongUse(str(error)) from None
     num = settings.num_microbatches
     if num is not None and num != "auto" and not (num.isascii() and num.isdigit() and int(num) >= 1):
         raise WrongUse(
             f"--microbatches {num!r} is no number of micro-batches: write a whole number above zero, or auto."
         )
-
-
-def _is_budget(text: str) -> bool:
-    if share := _PERCENT.fullmatch(text):
-        return 0 < float(share.group(1)) <= 100
-    try:
-        return text == "auto" or parse_bytes(text) > 0
-    except ConfigError:
-        return False
 
 
 def environment(settings: Settings) -> dict[str, str]:
@@ -164,7 +152,7 @@ def plans_json(plans: Sequence[RematPlan]) -> str:
     return json.dumps([{"schema": SCHEMA, **asdict(plan)} for plan in plans], sort_keys=True, indent=1) + "\n"
 
 
-def plan_table(plans: Sequence[RematPlan], dump_dir: str | None, width: int) -> list[RenderableType]:
+def plan_table(plans: Sequence[RematPlan], dump_dir: str | None, width: int) -> list[Text]:
     """What was planned, and where to read more."""
     first = plans[0]
     title = f"remat planned {count(len(plans), 'graph')} for {first.device}"

@@ -1,8 +1,9 @@
 """Text on a page of a known width: wrapping, tables, and the way to the terminal or the pipe.
 
 rich wraps at spaces and folds a longer word wherever the column ends, which cuts ``float32[2,1024,4096]`` in the middle
-of a number. So cells are wrapped here, at the places where a path, a shape or a dotted name may be broken, and rich
-gets lines that already fit. Rules are drawn with ``-`` only, and without a terminal there are no escape codes at all.
+of a number; and how its tables share the width changes with its version. So cells are wrapped and set here, broken
+where a path, a shape or a dotted name may be, and rich only colours lines that already fit. Rules are drawn with ``-``,
+and without a terminal there are no escape codes at all.
 """
 
 from __future__ import annotations
@@ -14,24 +15,20 @@ import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, TextIO
 
-from rich.box import Box
-from rich.console import Console, RenderableType
-from rich.padding import Padding
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 PIPE_WIDTH = 100
-MIN_WIDTH = 60  # below this the numbers alone do not fit beside each other
+MIN_WIDTH = 80  # below this the figures of a line do not fit beside each other
 MAX_WIDTH = 140  # a longer line is hard to follow with the eye
 GAP = 2  # blanks between two columns
 INDENT = 2  # blanks before a table
 
-BREAK_AFTER = frozenset("/._,-:*+=)]")
+BREAK_AFTER = frozenset("/._,-:*+=[)]")
 GLUED = re.compile(r"[0-9] (?=(?:B|KiB|MiB|GiB|TiB|us|ms|s)\b)")  # a number and its unit stay on one line
-
-HEAD_RULE = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 BOLD = "bold"
 DIM = "dim"
@@ -90,7 +87,7 @@ def break_offsets(line: str, width: int) -> list[int]:
 
 
 def _next_break(line: str, start: int, width: int) -> int:
-    """The last good place to break within ``width``: a blank, else a separator, else the edge of a number or word."""
+    """The last good place to break within ``width``: a blank, else a separator, else outside a number."""
     glued = {match.end() for match in GLUED.finditer(line)}
     blanks = [at for at in range(start + 1, start + width + 2) if line[at - 1] == " " and at not in glued]
     if blanks:
@@ -132,26 +129,35 @@ def _header_width(column: Column) -> int:
 
 def draw(
     columns: Sequence[Column], rows: Sequence[Row], widths: Sequence[int], *, indent: int = 0, header: bool = True
-) -> RenderableType:
+) -> Text:
     """The table with the given column widths, so that several tables under each other can share theirs."""
-    table = Table(
-        box=HEAD_RULE,
-        show_edge=False,
-        show_header=header,
-        padding=(0, GAP - 1, 0, 0),  # the box adds one blank between columns
-        pad_edge=False,
-        header_style=BOLD,
-    )
-    num_lines = max(column.header.count("\n") for column in columns)
-    for column, width in zip(columns, widths, strict=True):
-        lifted = "\n" * (num_lines - column.header.count("\n")) + column.header  # every header stands on the rule
-        table.add_column(lifted, justify=column.justify, width=width, overflow="fold")
+    lines: list[Text] = []
+    if header:
+        tallest = max(column.header.count("\n") for column in columns)
+        lifted = ["\n" * (tallest - column.header.count("\n")) + column.header for column in columns]
+        lines += _row_lines(columns, [Text(title, BOLD) for title in lifted], widths)  # each stands on the rule
+        lines.append(Text("-" * (sum(widths) + GAP * (len(widths) - 1))))
     for row in rows:
-        table.add_row(*(wrapped(cell, width) for cell, width in zip(row, widths, strict=True)))
-    return Padding(table, (0, 0, 0, indent), expand=False)
+        lines += _row_lines(columns, row, widths)
+    return Text("\n").join(Text(" " * indent).append_text(line) for line in lines)
 
 
-def fitted_table(columns: Sequence[Column], rows: Sequence[Row], width: int, *, header: bool = True) -> RenderableType:
+def _row_lines(columns: Sequence[Column], row: Row, widths: Sequence[int]) -> list[Text]:
+    """The lines of one row: each cell wrapped to its column, the shorter ones filled up below."""
+    cells = [wrapped(cell, width).split("\n", allow_blank=True) for cell, width in zip(row, widths, strict=True)]
+    lines = []
+    for pieces in zip_longest(*cells, fillvalue=Text()):
+        line = Text()
+        for piece, column, width in zip(pieces, columns, widths, strict=True):
+            room = " " * (width - piece.cell_len)
+            line.append(" " * GAP if line else "")
+            line = Text.assemble(line, room, piece) if column.justify == "right" else Text.assemble(line, piece, room)
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def fitted_table(columns: Sequence[Column], rows: Sequence[Row], width: int, *, header: bool = True) -> Text:
     """A table on its own: its columns fit a page of ``width``."""
     return draw(columns, rows, fit_widths(columns, rows, width - INDENT), indent=INDENT, header=header)
 
@@ -165,10 +171,10 @@ class Block:
     footer: str = ""
 
 
-def draw_blocks(columns: Sequence[Column], blocks: Sequence[Block], width: int) -> list[RenderableType]:
+def draw_blocks(columns: Sequence[Column], blocks: Sequence[Block], width: int) -> list[Text]:
     """The blocks under each other; their columns stand in line, and the header is written once."""
     widths = fit_widths(columns, [row for block in blocks for row in block.rows], width - INDENT)
-    parts: list[RenderableType] = [draw(columns, [], widths, indent=INDENT)]
+    parts: list[Text] = [draw(columns, [], widths, indent=INDENT)]
     for block in blocks:
         parts += [Text(), wrapped(block.title, width)]
         if block.rows:
@@ -178,18 +184,19 @@ def draw_blocks(columns: Sequence[Column], blocks: Sequence[Block], width: int) 
     return parts
 
 
-def labelled(rows: Sequence[Row], width: int) -> RenderableType:
+def labelled(rows: Sequence[Row], width: int) -> Text:
     """Label, figures and a sentence beside each other, without a header."""
     columns = [Column(""), *(Column("", "right") for _ in rows[0][2:]), Column("", flexible=True)]
     return fitted_table(columns, rows, width, header=False)
 
 
-def paragraph(text: Cell, width: int, *, indent: int = 0) -> RenderableType:
+def paragraph(text: Cell, width: int, *, indent: int = 0) -> Text:
     """Running text that fits the page."""
-    return Padding(wrapped(text, width - indent), (0, 0, 0, indent), expand=False)
+    lines = wrapped(text, width - indent).split("\n", allow_blank=True)
+    return Text("\n").join(Text(" " * indent).append_text(line) for line in lines)
 
 
-def heading(text: str, width: int) -> RenderableType:
+def heading(text: str, width: int) -> Text:
     """A blank line and a bold one."""
     return Text("\n").append_text(wrapped(Text(text, BOLD), width))
 
@@ -204,7 +211,7 @@ def page_width(stream: TextIO) -> int:
     return min(max(columns, MIN_WIDTH), MAX_WIDTH)
 
 
-def render(parts: Iterable[RenderableType], width: int, *, colour: bool) -> str:
+def render(parts: Iterable[Text], width: int, *, colour: bool) -> str:
     """The parts under each other as text; without ``colour`` it holds no escape codes and no trailing blanks."""
     page = io.StringIO()
     console = Console(
@@ -218,7 +225,7 @@ def render(parts: Iterable[RenderableType], width: int, *, colour: bool) -> str:
         legacy_windows=False,
     )
     for part in parts:
-        console.print(part)
+        console.print(part, no_wrap=True, overflow="ignore", crop=False)
     text = page.getvalue()
     return text if colour else "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
@@ -228,10 +235,9 @@ def wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
-def print_parts(parts: Iterable[RenderableType], stream: TextIO) -> None:
+def print_parts(parts: Iterable[Text], stream: TextIO) -> None:
     """Print the parts for whoever reads ``stream``. They must have been built for its ``page_width``."""
-    if not stream.closed:
-        write(render(parts, page_width(stream), colour=wants_colour(stream)), stream)
+    write(render(parts, page_width(stream), colour=wants_colour(stream)), stream)
 
 
 def write(text: str, stream: TextIO) -> None:

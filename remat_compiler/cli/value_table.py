@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from rich.console import RenderableType
 from rich.text import Text
 
 from remat_passes.plan import RematPlan, ValuePlan
@@ -42,7 +41,7 @@ COLUMNS = [
 ]
 
 
-def value_section(plan: RematPlan, width: int, every_value: bool) -> list[RenderableType]:
+def value_section(plan: RematPlan, width: int, every_value: bool) -> list[Text]:
     """Every group with its values; free ones are counted only, unless ``every_value``."""
     if not plan.values:
         return []
@@ -55,13 +54,13 @@ def value_section(plan: RematPlan, width: int, every_value: bool) -> list[Render
 
 def source_root(values: Iterable[ValuePlan]) -> str:
     """The folder that all source lines share, with its slash; empty when leaving it out would save little."""
-    folders = [value.source.split("/")[:-1] for value in values if value.source]
+    folders = [value.source.split("/")[:-1] for value in values if "/" in value.source]
     shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*folders, strict=False))
     root = "".join(f"{parts[0]}/" for parts in shared)
     return root if len(root) >= MIN_ROOT else ""
 
 
-def legend(groups: Sequence[Group], root: str, width: int) -> list[RenderableType]:
+def legend(groups: Sequence[Group], root: str, width: int) -> list[Text]:
     """What a reader must know about the columns, and about folded groups when there are any."""
     text = "recompute: what computing the value again costs, whatever was decided."
     most = max(len(group.modules) for group in groups)
@@ -79,10 +78,11 @@ def group_title(group: Group, what: str) -> Text:
 
 def lines_of(listed: Iterable[FoldedValue], key_of: KeyOf = decision_key) -> list[Line]:
     """The values of a group's first module, those together that differ in nothing but their name."""
-    lines: dict[tuple[Key, str, float], list[ValuePlan]] = {}
+    lines: dict[tuple[Key, str, str, int, float], list[ValuePlan]] = {}
     for folded in listed:
         value = folded.first
-        lines.setdefault((key_of(value), value.source, value.cost_us), []).append(value)
+        shown = (key_of(value), value.reason, value.source, value.bytes, value.cost_us)
+        lines.setdefault(shown, []).append(value)
     return [tuple(line) for line in lines.values()]
 
 

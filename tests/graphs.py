@@ -1,0 +1,211 @@
+"""Small joint graphs: built op by op, or traced from a step and taken before anything is decided.
+
+Both go through ``capture``, so a test states ops and shapes, and never a field that ``capture`` should work out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from remat_compiler import torch_private
+from remat_passes.cost import CostGraph, price
+from remat_passes.cut import Cut, CutProblem, cut_of_saved
+from remat_passes.device import DeviceSpec
+from remat_passes.joint import JointGraph, Value, capture
+from remat_passes.legality import Permission, classify
+from remat_passes.memory import MemoryModel
+from remat_passes.search import Candidate, Choice, cut_problem, inductor_candidate, search
+
+KIB, MIB = 2**10, 2**20
+
+# Round figures, so that times can be worked out by hand: 1,000 bytes, 10,000 matmul flops and 1,000 pointwise flops a
+# microsecond.
+SPEC = DeviceSpec(
+    name="by-hand",
+    kind="cpu",
+    memory_bytes=2**34,
+    bandwidth_bytes_per_us=1_000.0,
+    matmul_flops_per_us={"float32": 10_000.0, "float64": 5_000.0, "bfloat16": 20_000.0, "float16": 40_000.0},
+    pointwise_flops_per_us=1_000.0,
+    transcendental_flops=20.0,
+    random_flops=50.0,
+    launch_us=2.0,
+    source="made up",
+)
+
+
+# -- built op by op ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class JointBuilder:
+    """A joint graph under construction; each call returns the node of the new value."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    mode: FakeTensorMode = field(default_factory=FakeTensorMode)
+    num_primals: int = 0
+    num_tangents: int = 0
+
+    def primal(self, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        """An input of the step."""
+        self.num_primals += 1
+        return self._input(f"primals_{self.num_primals}", shape, dtype)
+
+    def tangent(self, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        """The gradient that enters backward."""
+        self.num_tangents += 1
+        return self._input(f"tangents_{self.num_tangents}", shape, dtype)
+
+    def _input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(*shape, dtype=dtype)
+        return node
+
+    def call(self, op: Callable[..., Any], *args: Any, **meta: Any) -> fx.Node:
+        """One op on nodes and constants; ``meta`` goes into the node as the tracer would put it."""
+        node = self.graph.call_function(op, args)
+        with self.mode:
+            node.meta["val"] = op(*fx.map_arg(args, lambda source: source.meta["val"]))
+        node.meta.update(meta)
+        return node
+
+    def joint(
+        self, outputs: Sequence[fx.Node], gradients: Sequence[fx.Node | None], static: Sequence[int] = ()
+    ) -> JointGraph:
+        """What ``capture`` makes of it; ``static`` are the positions of parameters among the primals."""
+        self.graph.output((*outputs, *gradients))
+        return capture(self.graph, len(outputs), static, frozenset())
+
+
+def chain(num_layers: int, size: int, op: Callable[..., Any]) -> JointGraph:
+    """``op(op(... x))``; backward multiplies the tangent by each layer's result, from the last to the first."""
+    build = JointBuilder()
+    layers = [build.primal(size)]
+    gradient = build.tangent(size)
+    for _ in range(num_layers):
+        layers.append(build.call(op, layers[-1]))
+    for layer in reversed(layers[1:]):
+        gradient = build.call(torch.ops.aten.mul.Tensor, gradient, layer)
+    return build.joint([layers[-1]], [gradient])
+
+
+# -- traced from a step -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The joint graph of a step, and what plain Inductor would save of it."""
+
+    joint: JointGraph
+    inductor_saved: frozenset[str]
+
+
+class _CapturedError(Exception):
+    """Ends the compilation: there is all that was wanted."""
+
+
+class _Capturing(torch_private.CustomPartitionerFn):
+    """Takes the joint graph as remat's partitioner gets it."""
+
+    def __init__(self) -> None:
+        self.traced: Traced | None = None
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **keywords: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        static = list(static_lifetime_input_indices or [])
+        torch_private.prepare_joint_module(gm)
+        joint = capture(gm.graph, num_fwd_outputs, static, torch_private.pinned_to_backward(gm.graph))
+        self.traced = Traced(joint, torch_private.inductor_saved_names(gm, num_fwd_outputs, static))
+        raise _CapturedError
+
+    def uuid(self) -> str:
+        return "never cached"
+
+
+def trace(step: Callable[..., Any], *inputs: object, dynamic: bool | None = None) -> Traced:
+    """The joint graph of ``step``, after the decompositions of Inductor; the step itself does not run."""
+    capturing = _Capturing()
+    torch._dynamo.reset()
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return torch_private.compile_with_aot_autograd(module, inputs, capturing)
+
+    try:
+        torch.compile(step, backend=backend, dynamic=dynamic)(*inputs)
+    except BackendCompilerFailed as error:
+        if capturing.traced is None:
+            raise error.inner_exception from None
+    if capturing.traced is None:
+        raise AssertionError("the step has no backward: give it an input or a parameter that requires a gradient")
+    return capturing.traced
+
+
+# -- the stages up to the search --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Staged:
+    """One graph with all that the search needs."""
+
+    joint: JointGraph
+    permissions: tuple[Permission, ...]
+    costs: CostGraph
+    problem: CutProblem
+    model: MemoryModel
+    inductor: Candidate
+
+
+def staged(
+    source: JointGraph | Traced, *, fuses: bool = False, spec: DeviceSpec = SPEC, allocated_bytes: int | None = None
+) -> Staged:
+    """Run the stages; a graph without Inductor's decision gets that of saving everything that backward reads."""
+    joint = source.joint if isinstance(source, Traced) else source
+    permissions, costs = classify(joint), price(joint, spec)
+    problem = cut_problem(joint, permissions, costs)
+    model = MemoryModel(joint, fuses, allocated_bytes)
+    if isinstance(source, Traced):
+        inductor = inductor_candidate(joint, problem, model, source.inductor_saved)
+    else:
+        everything = cut_of_saved(problem, frozenset(range(len(problem))) - _unsavable(problem))
+        inductor = Candidate(everything, model.project(everything))
+    return Staged(joint, permissions, costs, problem, model, inductor)
+
+
+def choose(graph: Staged, budget_bytes: int | None) -> Choice:
+    """What the search makes of it."""
+    return search(graph.joint, graph.problem, graph.model, graph.inductor, budget_bytes, graph.costs.fixed_ps)
+
+
+def _unsavable(problem: CutProblem) -> frozenset[int]:
+    return frozenset(index for index, value in enumerate(problem) if value.save_ps is None)
+
+
+def value_of(joint: JointGraph, name: str) -> Value:
+    """The value called ``name``."""
+    (found,) = (value for value in joint.values if value.name == name)
+    return found
+
+
+def values_of(joint: JointGraph, op: str) -> list[Value]:
+    """The values that the op ``op`` computes, in order: ``values_of(joint, "aten.mm.default")``."""
+    return [value for value in joint.values if value.op == op]
+
+
+def saving(problem: CutProblem, joint: JointGraph, *names: str) -> Cut:
+    """The decision that saves these values where backward needs them, and recomputes all else."""
+    return cut_of_saved(problem, frozenset(value_of(joint, name).index for name in names))
