@@ -87,6 +87,6 @@ export CHECK_PYTHON
 	@echo "Installing PyTorch and remat into .venv; the first time this takes some minutes..."
 	@if [ -e .venv/installing ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then \
 		"$(PYTHON)" -m venv --clear .venv; fi
-	@touch .venv/installing
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --editable '.[dev,demo]'
+	@rm -f $@ && touch .venv/installing
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 --editable '.[dev,demo]'
 	@mv .venv/installing $@ && touch $@

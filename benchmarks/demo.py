@@ -28,7 +28,7 @@ from remat_passes.errors import RematError
 from remat_passes.plan import RematPlan
 
 SHAPE = GPTShape(num_layers=6, width=256, num_heads=8, vocabulary=256, batch=12, tokens=256)
-NUM_STEPS = 40
+NUM_STEPS = 30
 SEED = 0
 LEARNING_RATE = 1e-3
 BUDGET = "60%"
@@ -44,7 +44,7 @@ OUTPUT = ROOT / "build" / "demo"
 # rest is for machines that add in another order.
 LOSS_TOLERANCE = 100 * torch.finfo(torch.float32).eps
 
-NUM_TRACES = 5  # of which the fastest is drawn: a busy machine stretches a curve, it does not change the bytes
+NUM_TRACES = 3  # of which the fastest is drawn: a busy machine stretches a curve, it does not change the bytes
 
 
 @dataclass(slots=True)

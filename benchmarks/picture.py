@@ -32,7 +32,7 @@ def draw_memory(curves: Mapping[str, MemoryTrace], budget_bytes: int | None, pat
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.legend(loc="upper right", framealpha=0.9, edgecolor="none")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=PNG_DPI)
 

@@ -405,8 +405,17 @@ def test_narrow_points_are_what_every_path_to_the_loss_passes(stack: JointGraph)
     assert names(stack, narrow_points(stack)) == first_block | {"add_7", "sum_3"}
 
 
-def test_a_graph_without_parameters_has_no_narrow_points() -> None:
+def layers(static: list[int]) -> JointGraph:
     build = JointBuilder()
-    x, tangent = build.primal(4), build.tangent(4)
-    joint = build.joint([build.call(aten.exp.default, x)], [tangent])
-    assert narrow_points(joint) == ()
+    h, first, second = build.primal(8, 4), build.primal(4, 4), build.primal(4, 4)
+    for w in (first, second):
+        h = build.call(aten.exp.default, build.call(aten.mm.default, h, w))
+    gradient = build.call(aten.mul.Tensor, build.tangent(8, 4), h)
+    return build.joint([h], [None, build.call(aten.mm.default, build.call(aten.t.default, h), gradient)], static)
+
+
+def test_layers_have_narrow_points_whether_or_not_their_weights_are_parameters_of_a_module() -> None:
+    expected = {"mm_default", "exp_default", "mm_default_1", "exp_default_1"}
+
+    assert names(layers([1, 2]), narrow_points(layers([1, 2]))) == expected
+    assert names(layers([]), narrow_points(layers([]))) == expected  # a step that takes its weights as arguments

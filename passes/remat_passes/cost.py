@@ -198,8 +198,15 @@ def matrix_flops(joint: JointGraph, value: Value, sizes: Sizes) -> Any:
         return sdpa_backward_flop_count(*args[:4])
     if packet not in flop_registry:
         return 0
-    result = sizes(value) or tuple(sizes(joint.values[user]) for user in value.users)
+    result = sizes(value) if value.dtype is not None else _part_shapes(joint, value, sizes)
     return flop_registry[packet](*args, **dict(node.kwargs), out_val=result)
+
+
+def _part_shapes(joint: JointGraph, value: Value, sizes: Sizes) -> list[tuple[Size, ...] | None]:
+    """The shape of each output of an op with several; ``None`` for one that nobody reads."""
+    node = joint.nodes[value.index]
+    parts = {joint.nodes[user].args[1]: sizes(joint.values[user]) for user in value.users}
+    return [parts.get(position) for position in range(len(node.meta["val"]))]
 
 
 def _longer(a: Any, b: Any) -> Any:

@@ -351,20 +351,18 @@ def between(problem: CutProblem, fast: Cut, small: Cut) -> tuple[Cut, ...]:
     return tuple(points[:-1])
 
 
-def interpolated(problem: CutProblem, fast: Cut, small: Cut) -> tuple[Cut, ...]:
-    """Cuts that save as ``small`` does up to some place in forward and as ``fast`` does after it.
+def leaps(problem: CutProblem, start: Cut, fast: Cut, small: Cut) -> tuple[Cut, ...]:
+    """``start`` with one component of the step from ``fast`` to ``small`` taken before its turn.
 
-    Finer than ``between`` where one component spans a whole layer, and not always optimal: the GEMMs of a layer have the
-    same bytes for the same time, so the hull takes all of them or none.
+    The GEMMs of a network have nearly the same time for a byte, so their order on the hull says little, and taking one of
+    them early fills a gap. Such cuts lie on the hull's edge or close above it.
     """
-    differ = sorted(fast.saved ^ small.saved)
-    return tuple(
-        cut_of_saved(
-            problem,
-            frozenset(i for i in small.saved if i <= place) | frozenset(i for i in fast.saved if i > place),
-        )
-        for place in differ[:-1]
-    )
+    found = []
+    for part in _components(problem, fast, small):
+        dropped = frozenset(i for i in part.need | part.redo if i in fast.saved and i not in small.saved)
+        added = frozenset(i for i in part.need | part.redo if i in small.saved and i not in fast.saved)
+        found.append(cut_of_saved(problem, (start.saved - dropped) | added))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

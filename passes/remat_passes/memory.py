@@ -8,13 +8,16 @@ estimated). Under Inductor, work is replayed by kernel:
     compute it on the fly and keep *its operands* alive instead;
 (2) written results that no reader outside their kernel asks for are never allocated;
 (3) a kernel's results are allocated before its last operands are freed, except that a pointwise result takes over the
-    storage of an operand of the same size that dies there.
+    storage of an operand of the same size that dies there and that no other op of the kernel reads
+    (torch/_inductor/scheduler.py, ``decide_inplace_update``);
+(4) sums over the first axis that share a large operand run as one kernel, where the last of them can run.
 
 With ``fuses=False`` (the eager lowering) each op is a kernel, and nothing is taken over.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +31,9 @@ from .schedule import Schedule, schedule
 # A pointwise result with more reads than this is written by Inductor once several readers want it
 # (torch/_inductor/config.py, ``realize_reads_threshold``).
 REALIZE_READS = 4
+
+# Inductor does not fuse ops that lie further apart than this (torch/_inductor/scheduler.py, ``are_long_distant_nodes``).
+FUSION_DISTANCE = 64
 
 # What the allocator rounds a block up to: CPU hands out what was asked for (c10/core/CPUAllocator.cpp counts the bytes
 # asked), CUDA rounds to 512 bytes (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``).
@@ -54,14 +60,15 @@ class Projection:
 
 @dataclass(slots=True)
 class _Kernel:
-    """A kernel while the graph is cut into kernels: its results, and the last op of it to read each operand."""
+    """A kernel while the graph is cut into kernels."""
 
-    lead: int
+    lead: int  # the first op
     fuses: bool
-    domains: set[int]
     is_sums: bool = False  # of reductions over the first axis
+    domains: set[int] = field(default_factory=set)  # sizes of its loops
     results: list[int] = field(default_factory=list)
-    reads: dict[int, int] = field(default_factory=dict)
+    reads: dict[int, list[int]] = field(default_factory=dict)  # which of its ops read each operand
+    after: set[int] = field(default_factory=set)  # the kernels that make its operands
 
 
 @dataclass(frozen=True)
@@ -187,6 +194,7 @@ class _Replay:
         self.kernels: list[_Kernel] = []
         self.kernel_of: dict[int, int] = {}
         self.leaves: dict[int, tuple[int, ...]] = {}
+        self.read_by: dict[int, list[int]] = defaultdict(list)  # the kernels that read each storage
 
     def run(self) -> tuple[int, set[int], bool]:
         """The peak, what is alive at it, and whether that is in backward."""
@@ -233,47 +241,78 @@ class _Replay:
         return len(consumers) > 1 and len(leaves) > REALIZE_READS
 
     def _place(self, index: int, leaves: Sequence[int]) -> None:
-        """Put a written result into the latest kernel that it depends on where it fuses with that one, else into a new."""
+        """Give a written result a kernel: one that it fuses with, or a new one."""
         fuses = self.model.fuses and self.model.kinds[index] in FUSIBLE
-        position = latest = max([self.kernel_of.get(leaf, -1) for leaf in leaves], default=-1)
-        domain = self.model.domains[index]
-        if fuses and index in self.model.outer:
-            position = self._joined_sums(leaves, domain, latest)
-        elif not (fuses and latest >= 0 and self.kernels[latest].fuses and domain in self.kernels[latest].domains):
-            position = len(self.kernels)
-        if position == len(self.kernels):
-            self.kernels.append(_Kernel(lead=index, fuses=fuses, domains=set()))
-        kernel = self.kernels[position]
+        domain, is_sum = self.model.domains[index], index in self.model.outer
+        after = {self.kernel_of[leaf] for leaf in leaves if leaf in self.kernel_of}
+        place = self._fused_into(leaves, domain, after, is_sum) if fuses else None
+        if place is None:
+            place = len(self.kernels)
+            self.kernels.append(_Kernel(lead=index, fuses=fuses, is_sums=is_sum))
+        kernel = self.kernels[place]
         kernel.domains.update((domain, self.model.elements[index]))
-        kernel.reads.update(dict.fromkeys(leaves, index))
+        kernel.after |= after - {place}
+        for leaf in leaves:
+            kernel.reads.setdefault(leaf, []).append(index)
+            self.read_by[leaf].append(place)
         for result in self.model._parts.get(index, (index,)):
             kernel.results.append(result)
-            self.kernel_of[result] = position
+            self.kernel_of[result] = place
 
-    def _joined_sums(self, leaves: Sequence[int], domain: int, latest: int) -> int:
-        """The kernel of an outer sum: (4) such sums over the same domain that share a large operand run as one kernel, where
-        the last of them can run; what the first ones read stays alive until then."""
-        for position, kernel in enumerate(self.kernels):
-            shares = any(leaf in kernel.reads and self.model.elements[leaf] == domain for leaf in leaves)
-            if kernel.is_sums and shares and domain in kernel.domains:
-                if position > latest:
-                    return position
-                self.kernels[position] = _Kernel(lead=kernel.lead, fuses=True, domains=set())
-                self.kernels.append(kernel)
-                self.kernel_of.update(dict.fromkeys(kernel.results, len(self.kernels) - 1))
-                return len(self.kernels) - 1
-        self.kernels.append(_Kernel(lead=0, fuses=True, domains=set(), is_sums=True))
-        return len(self.kernels) - 1
+    def _fused_into(self, leaves: Sequence[int], domain: int, after: set[int], is_sum: bool) -> int | None:
+        """The kernel that makes the result's last operand, or one that shares a large operand and need not run before
+        any of the others; the loops must be of one size. (4) Sums over the first axis fuse with one another only."""
+        large = [leaf for leaf in leaves if self.model.elements[leaf] == domain]
+        candidates = [] if is_sum or not after else [max(after)]
+        candidates += sorted({place for leaf in large for place in self.read_by[leaf]} - after)
+        for place in candidates:
+            kernel = self.kernels[place]
+            if kernel.fuses and kernel.is_sums == is_sum and domain in kernel.domains:
+                if not self._runs_before_any(place, after - {place}):
+                    return place
+        return None
+
+    def _runs_before_any(self, place: int, others: set[int]) -> bool:
+        """Whether one of the other kernels needs a result of this one; too long a search counts as yes."""
+        seen, stack = set(others), list(others)
+        while stack:
+            if len(seen) > FUSION_DISTANCE:
+                return True
+            needed = self.kernels[stack.pop()].after
+            if place in needed:
+                return True
+            stack.extend(needed - seen)
+            seen |= needed
+        return False
+
+    def _in_order(self) -> list[_Kernel]:
+        """The kernels in the order in which they run: each as early as it was asked for and its operands allow."""
+        waiting = {place: len(kernel.after) for place, kernel in enumerate(self.kernels)}
+        readers: dict[int, list[int]] = defaultdict(list)
+        for place, kernel in enumerate(self.kernels):
+            for earlier in kernel.after:
+                readers[earlier].append(place)
+        ready = [place for place, missing in waiting.items() if not missing]
+        order = []
+        while ready:
+            place = heapq.heappop(ready)
+            order.append(self.kernels[place])
+            for reader in readers[place]:
+                waiting[reader] -= 1
+                if not waiting[reader]:
+                    heapq.heappush(ready, reader)
+        return order
 
     # -- (2) and (3) what is allocated when
 
     def _replay(self) -> tuple[int, set[int], bool]:
-        last_use = {read: at for at, kernel in enumerate(self.kernels) for read in kernel.reads}
+        kernels = self._in_order() if self.model.fuses else self.kernels
+        last_use = {read: at for at, kernel in enumerate(kernels) for read in kernel.reads}
         sizes = self.model.sizes
         alive = set(self.entering)
         now = self.held_bytes + sum(sizes[i] for i in alive)
         peak, at_peak = now, set(alive)
-        for at, kernel in enumerate(self.kernels):
+        for at, kernel in enumerate(kernels):
             results = [r for r in kernel.results if self._is_allocated(r, last_use.get(r, -1), at, kernel.fuses)]
             dying = [r for r in kernel.reads if r in alive and last_use[r] == at and r not in self.outputs]
             taken = self._taken_over(kernel, results, dying)
@@ -305,7 +344,7 @@ class _Replay:
                 continue
             for operand in dying:
                 same = self.model.sizes[operand] == self.model.sizes[result]
-                if same and operand not in taken and kernel.reads[operand] == result:
+                if same and operand not in taken and kernel.reads[operand] == [result]:
                     taken.add(operand)
                     break
         return taken

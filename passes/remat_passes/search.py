@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .cost import CostGraph
-from .cut import Cut, CutProblem, CutValue, Sweep, between, cut_of_saved, fastest_price, interpolated, keeping, solve, sweep
+from .cut import Cut, CutProblem, CutValue, Sweep, between, cut_of_saved, fastest_price, keeping, leaps, solve, sweep
 from .errors import BudgetInfeasibleError, CannotPartitionError
 from .joint import JointGraph, Side
 from .legality import Permission
@@ -24,10 +24,11 @@ from .units import format_bytes
 MAX_CUTS = 48
 MAX_CUTS_KEPT = 12
 MAX_POINTS = 256
+MAX_LEAP = 4
 
 # Without a budget, plans whose projected steps differ by less than this count as equally fast and the lowest peak wins: the
 # cost model does not resolve a difference as small (docs/decisions/0003-no-budget.md has the measurements).
-TIME_RESOLUTION = 0.02
+TIME_RESOLUTION = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +194,13 @@ def _lenient(value: CutValue) -> CutValue:
 
 
 def _between_all(problem: CutProblem, found: Sweep) -> list[Cut]:
-    pairs = zip(found.vertices, found.vertices[1:], strict=False)
-    found = [cut for fast, small in pairs for cut in (*between(problem, fast, small), *interpolated(problem, fast, small))]
-    distinct = {(cut.need, cut.redo): cut for cut in found}
+    """Cuts between the vertices of the hull, and from each vertex one part of a step that is not its turn yet."""
+    steps = list(zip(found.vertices, found.vertices[1:], strict=False))
+    cuts = [cut for fast, small in steps for cut in between(problem, fast, small)]
+    for position, start in enumerate(found.vertices):
+        for fast, small in steps[position + 1 : position + 1 + MAX_LEAP]:
+            cuts.extend(leaps(problem, start, fast, small))
+    distinct = {(cut.need, cut.redo): cut for cut in cuts}
     return _thinned(sorted(distinct.values(), key=lambda cut: (cut.time_ps, cut.saved_bytes)))
 
 

@@ -1,0 +1,435 @@
+"""The memory model: peaks worked out by hand, and peaks that the allocator counts."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import KIB, MIB, SPEC, JointBuilder, Staged, chain, saving, staged
+from torch import Tensor, nn
+
+import remat_compiler
+from remat_compiler.backend import remat
+from remat_compiler.measure import measure_peak
+from remat_compiler.options import OPTIONS
+from remat_passes.cut import Cut, cut_of_saved
+from remat_passes.joint import JointGraph
+from remat_passes.memory import MemoryModel, Projection
+from remat_passes.plan import RematPlan
+
+aten = torch.ops.aten
+
+
+def project(joint: JointGraph, *saved: str, fuses: bool = False) -> Projection:
+    """The memory of the step when these values are saved."""
+    graph = staged(joint, fuses=fuses)
+    return graph.model.project(saving(graph.problem, joint, *saved))
+
+
+def timeline_kib(projection: Projection) -> tuple[list[float], list[float]]:
+    """Forward's and backward's instants in KiB."""
+    forward = [instant.bytes / KIB for instant in projection.timeline if not instant.is_backward]
+    backward = [instant.bytes / KIB for instant in projection.timeline if instant.is_backward]
+    return forward, backward
+
+
+# -- by hand: a chain of pointwise ops --------------------------------------------------------------------------------
+
+# x -> e0 -> e1 -> e2, the output; backward multiplies the tangent by e2, e1 and e0. Each value is 1 KiB.
+FIRST, SECOND, THIRD = "exp_default", "exp_default_1", "exp_default_2"
+CHAIN = chain(3, 256, aten.exp.default)
+
+
+def test_unfused_chain_with_everything_saved() -> None:
+    projection = project(CHAIN, FIRST, SECOND, THIRD)
+
+    # Forward: x and one, two, three results. Backward starts with x, all results and the tangent: 5.
+    assert timeline_kib(projection) == ([2, 3, 4], [6, 6, 5])
+    assert projection.peak_bytes == 6 * KIB
+    assert dict(projection.peak_values) == {
+        "parameters, buffers and inputs": KIB,
+        "tangents_1": KIB,
+        "mul_tensor": KIB,
+        FIRST: KIB,
+        SECOND: KIB,
+        THIRD: KIB,
+    }
+
+
+def test_unfused_chain_with_nothing_saved_holds_the_recomputed_chain() -> None:
+    # Backward starts with x, e2 and the tangent. The first product frees the tangent; e0 and e1 are recomputed for the
+    # second, and e0 stays for the third.
+    projection = project(CHAIN, THIRD)
+
+    assert timeline_kib(projection) == ([2, 3, 3], [4, 4, 5, 6, 5])
+    assert [instant.name for instant in projection.timeline if instant.is_backward] == [
+        "mul_tensor",
+        FIRST,
+        SECOND,
+        "mul_tensor_1",
+        "mul_tensor_2",
+    ]
+
+
+def test_unfused_chain_with_its_middle_saved_has_the_lowest_peak() -> None:
+    projection = project(CHAIN, SECOND, THIRD)
+
+    assert timeline_kib(projection) == ([2, 3, 3], [5, 5, 4, 5])
+    assert projection.peak_bytes == 5 * KIB
+
+
+def test_fused_chain_is_one_kernel_a_side() -> None:
+    # Forward writes what is saved. Backward's products are one kernel, and its result takes an operand's storage.
+    assert timeline_kib(project(CHAIN, FIRST, SECOND, THIRD, fuses=True)) == ([4], [5])
+    assert timeline_kib(project(CHAIN, SECOND, THIRD, fuses=True)) == ([3], [4])
+    assert timeline_kib(project(CHAIN, THIRD, fuses=True)) == ([2], [3])
+
+
+# -- by hand: matrix products between pointwise ops -------------------------------------------------------------------
+
+
+def products() -> JointGraph:
+    """``(x @ w).exp() @ w`` and the gradient of the first ``w``; each value is 1 KiB."""
+    build = JointBuilder()
+    x, w, tangent = build.primal(16, 16), build.primal(16, 16), build.tangent(16, 16)
+    y = build.call(aten.mm.default, x, w)
+    z = build.call(aten.exp.default, y)
+    out = build.call(aten.mm.default, z, w)
+    gradient = build.call(aten.mm.default, tangent, build.call(aten.t.default, w))
+    gradient = build.call(aten.mul.Tensor, gradient, z)
+    return build.joint([out], [build.call(aten.mm.default, build.call(aten.t.default, x), gradient)], static=[1])
+
+
+Y, Z = "mm_default", "exp_default"
+
+
+def test_unfused_products() -> None:
+    assert timeline_kib(project(products(), Z)) == ([3, 4, 4], [6, 6, 5])
+    # exp is recomputed between the product that makes the gradient and the one that needs both.
+    assert timeline_kib(project(products(), Y)) == ([3, 4, 5], [6, 6, 6, 5])
+
+
+def test_fused_products_reuse_the_storage_of_what_dies() -> None:
+    # exp takes over the storage of the product that it reads; in backward the pointwise product that of the gradient.
+    assert timeline_kib(project(products(), Z, fuses=True)) == ([3, 3, 4], [6, 5, 5])
+    # The product is kept, so exp needs storage of its own; in backward exp is computed on the fly.
+    assert timeline_kib(project(products(), Y, fuses=True)) == ([3, 4, 5], [6, 5, 5])
+
+
+def softmax() -> JointGraph:
+    """Softmax over the rows of a 1 KiB matrix, as Inductor decomposes it; its statistics take 64 bytes each."""
+    build = JointBuilder()
+    x = build.primal(16, 16)
+    shifted = build.call(aten.sub.Tensor, x, build.call(aten.amax.default, x, [-1], True))
+    exponential = build.call(aten.exp.default, shifted)
+    total = build.call(aten.sum.dim_IntList, exponential, [-1], True)
+    return build.joint([build.call(aten.div.Tensor, exponential, total)], [])
+
+
+def test_what_no_reader_outside_its_kernel_wants_is_never_allocated() -> None:
+    (instant,) = project(softmax(), fuses=True).timeline
+    assert instant.bytes == 2 * KIB
+
+
+def test_unfused_softmax_writes_every_step() -> None:
+    forward, _ = timeline_kib(project(softmax()))
+    assert [kib * KIB for kib in forward] == [1088, 2112, 3072, 2112, 3136]
+
+
+def test_a_pointwise_result_that_dies_in_no_kernel_of_the_same_size_gets_its_own_storage() -> None:
+    build = JointBuilder()
+    x = build.primal(16, 16)
+    product = build.call(aten.mm.default, x, x)
+    joint = build.joint([build.call(aten.sum.dim_IntList, product, [1])], [])
+
+    assert [instant.bytes for instant in project(joint, fuses=True).timeline] == [2 * KIB, 2 * KIB + 64]
+
+
+# -- by hand: who holds what ------------------------------------------------------------------------------------------
+
+
+def test_views_show_the_storage_and_keep_it_alive() -> None:
+    build = JointBuilder()
+    x = build.primal(256)
+    square = build.call(aten.exp.default, x)
+    view = build.call(aten.view.default, square, [16, 16])
+    build.call(aten.neg.default, x)
+    late = build.call(aten.sin.default, x)
+    joint = build.joint([late, build.call(aten.mm.default, view, view)], [])
+
+    # neg is dead code and does not run; exp is alive through its view until the product has read it.
+    assert timeline_kib(project(joint)) == ([2, 3, 4], [])
+
+
+def test_an_output_lives_to_the_end_of_backward() -> None:
+    build = JointBuilder()
+    x, tangent = build.primal(256), build.tangent(256)
+    out = build.call(aten.neg.default, x)
+    gradient = build.call(aten.exp.default, build.call(aten.neg.default, tangent))
+    joint = build.joint([out], [gradient])
+
+    assert timeline_kib(project(joint)) == ([2], [4, 4])  # x, out, tangent, its negation; then the exponential
+
+
+def test_gradients_live_to_the_end_and_are_added_up() -> None:
+    build = JointBuilder()
+    x, tangent = build.primal(256), build.tangent(256)
+    gradients = [build.call(op, tangent) for op in (aten.neg.default, aten.exp.default, aten.sin.default)]
+    joint = build.joint([x], gradients)
+    graph = staged(joint)
+
+    assert timeline_kib(graph.model.project(saving(graph.problem, joint))) == ([], [3, 4, 5])
+    assert graph.model.gradient_bytes == 3 * KIB
+
+
+def test_an_input_that_is_handed_out_is_counted_once() -> None:
+    build = JointBuilder()
+    x, w, tangent = build.primal(256), build.primal(256), build.tangent(256)
+    product = build.call(aten.mul.Tensor, x, w)
+    joint = build.joint([x, product], [w, build.call(aten.mul.Tensor, tangent, x)], static=[1])
+    graph = staged(joint)
+
+    assert graph.model.baseline_bytes == 2 * KIB
+    assert graph.model.gradient_bytes == KIB
+    assert timeline_kib(graph.model.project(saving(graph.problem, joint))) == ([3], [5])
+
+
+def test_a_saved_input_that_changes_costs_its_copy() -> None:
+    build = JointBuilder()
+    x, tangent = build.primal(256), build.tangent(256)
+    out = build.call(aten.exp.default, x)
+    gradient = build.call(aten.mul.Tensor, tangent, x)
+    build.call(aten.copy_.default, x, build.call(aten.neg.default, x))
+    joint = build.joint([out], [gradient])
+
+    # x, its copy and out; then what x becomes, which is written into x. Backward: x, the copy, out, tangent, gradient.
+    assert timeline_kib(project(joint)) == ([3, 4, 4], [5])
+
+
+def test_the_parts_of_an_op_are_allocated_together() -> None:
+    build = JointBuilder()
+    top = build.call(aten.topk.default, build.primal(256), 128)
+    values, indices = (build.call(operator.getitem, top, position) for position in (0, 1))
+    late = build.call(aten.neg.default, values)
+    joint = build.joint([late, indices], [])
+
+    assert [instant.bytes for instant in project(joint).timeline] == [KIB + 512 + 1024, KIB + 512 + 1024 + 512]
+
+
+def test_a_part_that_nobody_reads_is_allocated_with_the_others() -> None:
+    build = JointBuilder()
+    top = build.call(aten.topk.default, build.primal(256), 128)
+    joint = build.joint([build.call(operator.getitem, top, 0)], [])
+
+    assert project(joint).peak_bytes == KIB + 512 + 1024  # 128 indices of 8 bytes beside the values
+
+
+def test_sizes_are_rounded_as_the_device_rounds() -> None:
+    build = JointBuilder()
+    x = build.primal(3)
+    joint = build.joint([build.call(aten.neg.default, x)], [])
+    on_cuda = replace(joint, device_type="cuda")
+
+    assert project(joint).peak_bytes == 24
+    assert MemoryModel(on_cuda, fuses=False).project(Cut(frozenset(), frozenset(), 0, 0)).peak_bytes == 1024
+
+
+def test_what_is_allocated_elsewhere_counts_too() -> None:
+    assert staged(CHAIN).model.baseline_bytes == KIB
+    assert staged(CHAIN, allocated_bytes=10 * KIB).model.baseline_bytes == 10 * KIB
+    assert staged(CHAIN, allocated_bytes=10).model.baseline_bytes == KIB  # never below the graph's own inputs
+    elsewhere = staged(CHAIN, allocated_bytes=10 * KIB)
+    assert elsewhere.model.project(elsewhere.inductor.cut).peak_bytes == (6 + 9) * KIB
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_peak_values_add_up_to_the_peak(fuses: bool) -> None:
+    for joint in (CHAIN, products(), softmax(), chain(6, 64, aten.relu.default)):
+        graph = staged(joint, fuses=fuses)
+        for cut in (graph.inductor.cut, cut_of_saved(graph.problem, frozenset(joint.forward_outputs))):
+            projection = graph.model.project(cut)
+            assert sum(size for _, size in projection.peak_values) == projection.peak_bytes
+            assert projection.peak_bytes == max(instant.bytes for instant in projection.timeline)
+            assert projection.peak_values == tuple(sorted(projection.peak_values, key=lambda entry: -entry[1]))
+
+
+def test_saving_an_input_costs_nothing() -> None:
+    graph: Staged = staged(products())
+    inputs = cut_of_saved(graph.problem, frozenset())
+    assert {graph.joint.values[i].name for i in inputs.saved} == {"primals_1", "primals_2"}
+    assert inputs.saved_bytes == 0
+
+
+# -- against the allocator --------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Four heads with the softmax written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+        self.out = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, 4, width // 4).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q @ k.transpose(-1, -2)) / 4
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, tokens, width)
+        return self.out(mixed).square().mean()
+
+
+class Mean(nn.Module):
+    """A scalar loss on top of a network."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean()
+
+
+class Classifier(nn.Module):
+    """Embedding, a hidden layer where ``width`` says so, and cross entropy; the head's weight is tied on request."""
+
+    def __init__(self, hidden: bool, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(500, 64)
+        self.hidden = nn.Sequential(nn.Linear(64, 64), nn.Tanh()) if hidden else nn.Identity()
+        self.head = nn.Linear(64, 500, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.hidden(self.embed(tokens)))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x).sigmoid()
+        return h, self.second(h).exp()
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.grow, self.shrink = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shrink(F.gelu(self.grow(self.norm(x))))
+
+
+def floats(*shape: int) -> tuple[Tensor, ...]:
+    return (torch.randn(*shape),)
+
+
+def tokens() -> tuple[Tensor, ...]:
+    return tuple(torch.randint(500, (8, 128)) for _ in range(2))
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+
+
+CASES = {
+    "mlp": Case(
+        lambda: Mean(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 64)),
+        lambda: floats(1024, 128),
+    ),
+    "norm and gelu": Case(
+        lambda: Mean(nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 128)), lambda: floats(4096, 128)
+    ),
+    "attention": Case(Attention, lambda: floats(4, 128, 64)),
+    "conv and group norm": Case(
+        lambda: Mean(nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)),
+        lambda: floats(4, 3, 64, 64),
+    ),
+    "dropout": Case(
+        lambda: Mean(nn.Linear(128, 512), nn.SiLU(), nn.Dropout(0.2), nn.Linear(512, 128), nn.Dropout(0.1)),
+        lambda: floats(1024, 128),
+    ),
+    "embedding and cross entropy": Case(lambda: Classifier(hidden=False, tied=False), tokens),
+    "two outputs": Case(TwoOutputs, lambda: floats(2048, 128)),
+    "tied weights": Case(lambda: Classifier(hidden=True, tied=True), tokens),
+    "residual blocks": Case(lambda: Mean(*(Residual(64) for _ in range(4))), lambda: floats(1024, 64)),
+}
+TOLERANCE = 0.03
+
+
+@pytest.fixture(scope="module")
+def spec_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("spec") / "device.json"
+    path.write_text(SPEC.to_json(), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def fresh_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for option in OPTIONS:
+        monkeypatch.delenv(option.environment, raising=False)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def measured(case: Case, **options: Any) -> tuple[RematPlan, int]:
+    """The plan, and the highest number of bytes allocated in one step, with what the plan counts as there before."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module, inputs = case.build(), case.inputs()
+    call = torch.compile(module, backend=remat, options={"lowering": "eager", **options})
+
+    def step() -> None:
+        outputs = call(*inputs)
+        loss = sum(output.sum() for output in outputs) if isinstance(outputs, tuple) else outputs
+        loss.backward()
+
+    before = len(remat_compiler.plans())
+    step()
+    module.zero_grad(set_to_none=True)
+    (plan,) = remat_compiler.plans()[before:]
+    return plan, measure_peak(step, baseline_bytes=plan.baseline_bytes).peak_bytes
+
+
+def assert_near(name: str, plan: RematPlan, peak_bytes: int) -> None:
+    ratio = plan.projected_peak_bytes / peak_bytes
+    projected_mib, measured_mib = plan.projected_peak_bytes / MIB, peak_bytes / MIB
+    print(f"{name}: projected {projected_mib:.3f} MiB, measured {measured_mib:.3f} MiB, {ratio:.4f}")
+    assert ratio == pytest.approx(1, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_projected_peak_is_the_measured_one(name: str, spec_file: Path) -> None:
+    plan, peak_bytes = measured(CASES[name], device_spec=str(spec_file))
+    assert_near(name, plan, peak_bytes)
+
+
+@pytest.mark.parametrize("name", ["mlp", "norm and gelu", "tied weights", "residual blocks"])
+def test_projected_peak_is_the_measured_one_under_the_tightest_budget(name: str, spec_file: Path) -> None:
+    case, spec = CASES[name], str(spec_file)
+    free, _ = measured(case, device_spec=spec)
+    with pytest.raises(Exception, match="cannot be met") as refused:
+        measured(case, device_spec=spec, memory_budget=1)
+    smallest = int(str(refused.value).split("smallest peak that can be reached is ")[1].split("(")[1].split(" ")[0])
+    plan, peak_bytes = measured(case, device_spec=spec, memory_budget=smallest)
+
+    assert plan.projected_peak_bytes == smallest <= free.projected_peak_bytes
+    assert_near(f"{name} in {smallest} bytes", plan, peak_bytes)
