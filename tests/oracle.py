@@ -1,8 +1,8 @@
 """The oracle: the same step in fp64, eager, unsplit and with everything saved.
 
 What a compiled step hands back is compared with it thing by thing, each gradient on its own: a sum over gradients hides
-one that is wrong behind the others, and a loss says nothing about backward at all. Budgets are taken from the plan's own
-figures, so that the tight ones are tight on every machine.
+one that is wrong behind the others, and a loss says nothing about backward at all. Budgets are taken from the plan's
+own figures, so that the tight ones are tight on every machine.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _cast(entry: Any, dtype: torch.dtype | None) -> Any:
     return entry.detach().to(dtype).requires_grad_(entry.requires_grad)
 
 
-# -- running ------------------------------------------------------------------------------------------------------------
+# -- running ---------------------------------------------------------------------------------------------------------
 
 
 def run_eager(program: Program, num_steps: int = 1) -> list[Outcome]:
@@ -168,7 +168,7 @@ def weighted_sum(outputs: Sequence[Tensor]) -> Tensor:
     return total
 
 
-# -- comparing ----------------------------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------------------------
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -212,7 +212,7 @@ def _gradient_error(found: Tensor | None, expected: Tensor | None) -> float:
     return relative_error(found, expected)
 
 
-# -- budgets ------------------------------------------------------------------------------------------------------------
+# -- budgets ---------------------------------------------------------------------------------------------------------
 
 
 def remat_error(error: BaseException) -> BaseException:

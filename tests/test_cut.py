@@ -323,15 +323,16 @@ def test_points_between_neighbours_are_optimal_decisions_too(problem: CutProblem
             assert price.time_weight * cut.time_ps + price.byte_weight * cut.saved_bytes == decisions.best(price)
 
 
-def layered(num_layers: int, bytes_each: int = 10) -> CutProblem:
-    """Layers of equal prices that hang on one input: backward reads each; saving costs 1 ps and recomputing 4 ps."""
-    values = [CutValue("input", (), False, 0, 0, None)]
-    values += [CutValue(f"layer{i}", (0,), True, bytes_each, 1, 4) for i in range(num_layers)]
+def layered(num_layers: int, input_is_read: bool = False) -> CutProblem:
+    """Layers that hang on one input, and that backward reads: 10 bytes, 1 ps to save and 4 ps to recompute each."""
+    values = [CutValue("input", (), input_is_read, 0, 0, None)]
+    values += [CutValue(f"layer{i}", (0,), True, 10, 1, 4) for i in range(num_layers)]
     return tuple(values)
 
 
-def test_equal_layers_switch_one_by_one_the_first_layer_first() -> None:
-    problem = layered(4)
+@pytest.mark.parametrize("input_is_read", [True, False], ids=["input read anyway", "input read for recomputing only"])
+def test_equal_layers_switch_one_by_one_the_first_layer_first(input_is_read: bool) -> None:
+    problem = layered(4, input_is_read)
     fast, small = sweep(problem, ALL_CUTS).vertices
 
     assert points_of((fast, small)) == [(40, 4), (0, 16)]

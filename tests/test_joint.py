@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -377,6 +380,23 @@ def test_a_module_of_torch_that_is_compiled_itself_is_the_top_level() -> None:
 def test_inputs_have_neither_module_nor_line(stack: JointGraph) -> None:
     inputs = [value for value in stack.values if value.role is not Role.NONE]
     assert {(value.module, value.source, value.op) for value in inputs} == {("", "", "input")}
+
+
+# -- lowering ---------------------------------------------------------------------------------------------------------
+
+POOLING_STEP = """
+import torch
+from graphs import trace
+trace(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.MaxPool2d(2)), torch.ones(1, 1, 4, 4))
+"""
+
+
+def test_a_step_that_pools_can_be_traced_before_inductor_was_imported() -> None:
+    root = Path(__file__).parents[1]
+    paths = [str(root), str(root / "passes"), str(root / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    run = subprocess.run([sys.executable, "-c", POOLING_STEP], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-600:]
 
 
 # -- the graph as a whole ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -20,7 +21,7 @@ from torch import fx
 
 from .ops import OpKind, is_collective, op_kind, op_label, written_operands
 
-Size = int | sympy.Expr  # a dimension that may be symbolic
+Size: TypeAlias = int | sympy.Expr  # a dimension that may be symbolic
 
 
 class Side(enum.Enum):

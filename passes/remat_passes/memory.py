@@ -10,7 +10,8 @@ estimated). Under Inductor, work is replayed by kernel:
 (3) a kernel's results are allocated before its last operands are freed, except that a pointwise result takes over the
     storage of an operand of the same size that dies there and that no other op of the kernel reads
     (torch/_inductor/scheduler.py, ``decide_inplace_update``);
-(4) sums over the first axis that share a large operand run as one kernel, where the last of them can run.
+(4) sums over the first axis that share a large operand run as one kernel, where the last of them can run;
+(5) a convolution reads a channels-last copy of a concatenation.
 
 With ``fuses=False`` (the eager lowering) each op is a kernel, and nothing is taken over.
 """
@@ -113,6 +114,10 @@ class MemoryModel:
         return frozenset(v.index for v in self.joint.values if v.kind is OpKind.REDUCTION and reduces_outer(nodes[v.index]))
 
     @cached_property
+    def convolutions(self) -> frozenset[int]:
+        return frozenset(v.index for v in self.joint.values if v.op.startswith("aten.convolution"))
+
+    @cached_property
     def kinds(self) -> tuple[OpKind, ...]:
         return tuple(value.kind for value in self.joint.values)
 
@@ -170,7 +175,8 @@ class MemoryModel:
 
     def _named(self, alive: Iterable[int]) -> tuple[tuple[str, int], ...]:
         """Values with bytes, largest first; everything held before the step stands first as one entry."""
-        found = [(self.joint.values[i].name, self.sizes[i]) for i in alive if self.sizes[i]]
+        found = [(self.joint.values[i].name, self.sizes[i]) for i in alive if i >= 0 and self.sizes[i]]
+        found += [(f"{self.joint.values[-1 - i].name} (copy)", self.sizes[-1 - i]) for i in alive if i < 0]
         found.append(("parameters, buffers and inputs", self.baseline_bytes))
         return tuple(sorted(found, key=lambda entry: (-entry[1], entry[0])))
 
@@ -258,6 +264,25 @@ class _Replay:
         for result in self.model._parts.get(index, (index,)):
             kernel.results.append(result)
             self.kernel_of[result] = place
+        if self.model.fuses and index in self.model.convolutions:
+            self._copy_operands(place, leaves)
+
+    def _copy_operands(self, place: int, leaves: Sequence[int]) -> None:
+        """(5) A convolution reads a channels-last copy of a concatenation, whose parts are written in the plain layout;
+        other results are written channels-last at once (torch/_inductor/graph.py, ``decide_layout_opt``)."""
+        for leaf in leaves:
+            producer = self.kernel_of.get(leaf)
+            if producer is None or not self.model.joint.values[leaf].op.startswith("aten.cat"):
+                continue
+            copy = -1 - leaf
+            if copy not in self.kernel_of:
+                self.kernels[producer].results.append(copy)
+                self.kernel_of[copy] = producer
+            self.kernels[place].reads.setdefault(copy, []).append(place)
+
+    def _size(self, index: int) -> int:
+        """Bytes of a storage; a copy's are those of what it copies."""
+        return self.model.sizes[index if index >= 0 else -1 - index]
 
     def _fused_into(self, leaves: Sequence[int], domain: int, after: set[int], is_sum: bool) -> int | None:
         """The kernel that makes the result's last operand, or one that shares a large operand and need not run before
@@ -308,16 +333,16 @@ class _Replay:
     def _replay(self) -> tuple[int, set[int], bool]:
         kernels = self._in_order() if self.model.fuses else self.kernels
         last_use = {read: at for at, kernel in enumerate(kernels) for read in kernel.reads}
-        sizes = self.model.sizes
+        size = self._size
         alive = set(self.entering)
-        now = self.held_bytes + sum(sizes[i] for i in alive)
+        now = self.held_bytes + sum(size(i) for i in alive)
         peak, at_peak = now, set(alive)
         for at, kernel in enumerate(kernels):
             results = [r for r in kernel.results if self._is_allocated(r, last_use.get(r, -1), at, kernel.fuses)]
             dying = [r for r in kernel.reads if r in alive and last_use[r] == at and r not in self.outputs]
             taken = self._taken_over(kernel, results, dying)
             alive.update(results)
-            now += sum(sizes[r] for r in results) - sum(sizes[r] for r in taken)
+            now += sum(size(r) for r in results) - sum(size(r) for r in taken)
             alive.difference_update(taken)
             self.timeline.append(Instant(self.model.joint.values[kernel.lead].name, self.is_backward, now))
             if now > peak:
@@ -325,7 +350,7 @@ class _Replay:
             unused = [r for r in results if r not in last_use and r not in self.outputs]
             for dead in {*dying, *unused} - taken:
                 alive.discard(dead)
-                now -= sizes[dead]
+                now -= size(dead)
         return peak, at_peak, self.is_backward
 
     def _is_allocated(self, result: int, last_use: int, at: int, fuses: bool) -> bool:
@@ -340,10 +365,10 @@ class _Replay:
             return taken
         values = self.model.joint.values
         for result in results:
-            if values[result].kind is not OpKind.POINTWISE:
+            if result < 0 or values[result].kind is not OpKind.POINTWISE:
                 continue
             for operand in dying:
-                same = self.model.sizes[operand] == self.model.sizes[result]
+                same = self._size(operand) == self._size(result)
                 if same and operand not in taken and kernel.reads[operand] == [result]:
                     taken.add(operand)
                     break
