@@ -1,7 +1,7 @@
 """remat: the same training step, inside the memory you have.
 
-``torch.compile(model, backend="remat", options={"memory_budget": "8GiB"})`` needs no import of this package. What is here
-is for looking at what was decided.
+``torch.compile(model, backend="remat", options={"memory_budget": "8GiB"})`` needs no import of this package. What is
+here is for looking at what was decided.
 """
 
 from __future__ import annotations

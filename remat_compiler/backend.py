@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
+
 from remat_passes.device import DeviceSpec
 from remat_passes.errors import ConfigError, nearest
-from torch import fx
 
 from . import torch_private
 from .calibrate import default_cache_dir

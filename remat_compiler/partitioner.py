@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import remat_passes
 import torch
+from torch import fx
+
+import remat_passes
 from remat_passes.cost import price
 from remat_passes.device import DeviceSpec
 from remat_passes.errors import RematError
@@ -28,7 +30,6 @@ from remat_passes.plan import RematPlan
 from remat_passes.planner import Setting, write_plan
 from remat_passes.schedule import Schedule, schedule
 from remat_passes.search import Choice, cut_problem, inductor_candidate, search
-from torch import fx
 
 from . import torch_private
 from .options import Options, resolve_budget
@@ -52,7 +53,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         self.options = options
         self.spec = spec
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # what AOTAutograd passes on, by name
         self,
         gm: fx.GraphModule,
         joint_inputs: Sequence[object],
@@ -129,9 +130,7 @@ def _free_bytes(device_type: str) -> int | None:
 
 
 def _setting(options: Options, joint: JointGraph, budget_bytes: int | None) -> Setting:
-    notes = ()
-    if options.num_microbatches_auto:
-        notes = ("num_microbatches is 'auto', which means 1 in this version",)
+    notes = ("num_microbatches is 'auto', which means 1 in this version",) if options.num_microbatches_auto else ()
     return Setting(
         graph_id=f"g{next_graph_number():02d}-{joint.fingerprint}",
         torch_version=torch.__version__,
@@ -152,7 +151,8 @@ def _source_hash() -> str:
     return digest.hexdigest()
 
 
-# -- obeying the plan ---------------------------------------------------------------------------------------------------
+# -- obeying the plan
+# ---------------------------------------------------------------------------------------------------
 
 
 def _act(gm: fx.GraphModule, decided: Decided, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -176,7 +176,9 @@ def _copied_before_change(graph: fx.Graph, source: fx.Node) -> fx.Node:
         copy = graph.call_function(torch.ops.aten.clone.default, (source,))
     copy.meta = dict(source.meta)
     copy.meta["val"] = source.meta["val"].clone()
-    source.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and source not in written_operands(user))
+    source.replace_all_uses_with(
+        copy, delete_user_cb=lambda user: user is not copy and source not in written_operands(user)
+    )
     return copy
 
 

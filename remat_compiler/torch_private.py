@@ -1,7 +1,7 @@
 """Everything private of torch that remat touches, in one place.
 
-Checked on torch 2.11.0 (source), 2.13.0 (all tests) and 2.14.1 (source). After an upgrade of torch, this file is the one
-to read again.
+Checked on torch 2.11.0 (source), 2.13.0 (all tests) and 2.14.1 (source). After an upgrade of torch, this file is the
+one to read again.
 
 What is used, and where it lives:
 
@@ -28,6 +28,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _disable_current_modes
 
+
 def inductor_option_names() -> frozenset[str]:
     """The names that ``torch.compile(options=...)`` may pass on to Inductor."""
     from torch._inductor import config
@@ -51,7 +52,7 @@ def inductor_modes() -> tuple[str, ...]:
 
 def outside_of_tracing() -> AbstractContextManager[object]:
     """Neither fake tensors nor other modes of the compile that is going on."""
-    return _disable_current_modes()  # type: ignore[no-any-return]
+    return _disable_current_modes()
 
 
 def compile_with_inductor(
@@ -59,9 +60,9 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile as ``backend="inductor"`` does, with another partitioner.
 
-    Inductor's buffer reuse keeps dead buffers for later ones of the same size instead of freeing them, which held up to 20 MiB
-    of 177 on a 4-layer GPT (docs/decisions/0004-inductor-settings.md); the device's allocator reuses them as well, so it is
-    off unless the user sets it.
+    Inductor's buffer reuse keeps dead buffers for later ones of the same size instead of freeing them, which held up to
+    20 MiB of 177 on a 4-layer GPT (docs/decisions/0004-inductor-settings.md); the device's allocator reuses them as
+    well, so it is off unless the user sets it.
 
     AOTAutograd's cache hands out compiled graphs without calling the partitioner, and then nobody could say what was
     decided; it is off. Inductor's own cache, which holds the generated code, stays on.
@@ -87,6 +88,7 @@ def compile_with_aot_autograd(
 ) -> Callable[..., Any]:
     """Run the graphs as they are, after the decompositions that Inductor would see."""
     from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor import lowering  # noqa: F401  some decompositions call into it without importing it
     from torch._inductor.decomposition import select_decomp_table
 
     def run_as_is(graph: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -105,7 +107,7 @@ def compile_with_aot_autograd(
         keep_inference_input_mutations=True,
     )
     with functorch_config.patch(enable_autograd_cache=False):
-        return backend(module, list(inputs))  # type: ignore[no-any-return]
+        return backend(module, list(inputs))
 
 
 def prepare_joint_module(joint_module: fx.GraphModule) -> None:
@@ -121,7 +123,9 @@ def pinned_to_backward(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(node for node in graph.nodes if partitioners._must_be_in_backward(node))
 
 
-def default_partition(joint_module: fx.GraphModule, inputs: Sequence[Any], **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def default_partition(
+    joint_module: fx.GraphModule, inputs: Sequence[Any], **keywords: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's own partition, for graphs without anything to decide."""
     return partitioners.min_cut_rematerialization_partition(joint_module, inputs, **keywords)
 

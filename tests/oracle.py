@@ -50,6 +50,28 @@ def installed_backend() -> str | Callable[..., Any]:
     return "remat" if "remat" in torch.compiler.list_backends() else remat_compiler.backend.remat
 
 
+def rows(*shape: int, requires_grad: bool = True) -> Tensor:
+    return torch.randn(*shape, requires_grad=requires_grad)
+
+
+class Lambda(nn.Module):
+    """A function over a module's own parameters."""
+
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+            elif part.requires_grad:
+                self.register_parameter(name, nn.Parameter(part))
+            else:
+                self.register_buffer(name, part)
+
+    def forward(self, *arguments: Tensor) -> Any:
+        return self.function(self, *arguments)
+
+
 @dataclass(frozen=True)
 class Program:
     """A training step: a module whose forward returns the loss, or outputs that are weighted into one.
@@ -186,10 +208,15 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 def assert_same(found: Outcome, expected: Outcome, tolerance: float = FP64) -> None:
     """Outputs, each gradient, buffers and inputs agree, and the generator stands where it should."""
+    assert_close(found, expected, tolerance)
+    assert torch.equal(found.rng_state, expected.rng_state), "the generator moved on by another number of draws"
+
+
+def assert_close(found: Outcome, expected: Outcome, tolerance: float) -> None:
+    """Outputs, each gradient, buffers and inputs agree."""
     errors = dict(_errors(found, expected))
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}
     assert not wrong, f"relative errors above {tolerance:g}: {wrong}"
-    assert torch.equal(found.rng_state, expected.rng_state), "the generator moved on by another number of draws"
 
 
 def _errors(found: Outcome, expected: Outcome) -> Iterator[tuple[str, float]]:

@@ -22,8 +22,10 @@ import torch
 import torch.nn.functional as F
 from oracle import (
     FP64,
+    Lambda,
     Outcome,
     Program,
+    assert_close,
     assert_same,
     budgets_between,
     check_at_budgets,
@@ -32,6 +34,7 @@ from oracle import (
     installed_backend,
     relative_error,
     remat_error,
+    rows,
     run_at,
     run_at_budgets,
     run_eager,
@@ -52,28 +55,6 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH, WIDTH = 32, 8
-
-
-def rows(*shape: int, requires_grad: bool = True) -> Tensor:
-    return torch.randn(*shape, requires_grad=requires_grad)
-
-
-class Lambda(nn.Module):
-    """A function over a module's own parameters."""
-
-    def __init__(self, function: Callable[..., Any], **parts: nn.Module | Tensor) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            if isinstance(part, nn.Module):
-                self.add_module(name, part)
-            elif part.requires_grad:
-                self.register_parameter(name, nn.Parameter(part))
-            else:
-                self.register_buffer(name, part)
-
-    def forward(self, *arguments: Tensor) -> Any:
-        return self.function(self, *arguments)
 
 
 # -- R1: dropout -----------------------------------------------------------------------------------------------------
@@ -786,17 +767,16 @@ def copies_of_weights(plan: RematPlan) -> list[ValuePlan]:
     [(cast_by_autocast, torch.float32), (cast_by_hand, torch.float32), (cast_up, torch.bfloat16)],
 )
 def test_r8_no_cast_of_a_weight_is_saved(step: Callable[..., Tensor], stored: torch.dtype) -> None:
+    """A budget above what plain Inductor needs may be spent on them: that is faster."""
     program = Program(lambda: mlp(step, stored), lambda: (rows(96, WIDTH),), dtype=None)
     expected = run_eager(program)[0]
+    smallest = smallest_peak(program)
+    free = run_at(program, None, num_steps=1)
+    budgets = budgets_between(free.plan.inductor_peak_bytes, smallest, 3)
 
-    for run in run_at_budgets(program, num_steps=1):
+    for run in (free, *(run_at(program, budget, num_steps=1) for budget in budgets)):
         assert copies_of_weights(run.plan) == [], run.budget_bytes
-        found = run.outcomes[0]
-        assert relative_error(found.loss, expected.loss) < 1e-2
-        for name, gradient in expected.gradients.items():
-            assert found.gradients[name] is not None
-            assert gradient is not None
-            assert relative_error(found.gradients[name], gradient) < 2e-2, name  # a bf16 rounding is 4e-3
+        assert_close(run.outcomes[0], expected, tolerance=2e-2)  # a bf16 rounding is 4e-3
 
 
 # -- R9: what only backward needs ------------------------------------------------------------------------------------
@@ -959,7 +939,7 @@ def run_script(body: str, cwd: Path, **environment: str) -> str:
 
 
 def inductor_steps(*budgets: str) -> str:
-    """A script that prints, for each budget: bytes saved by the plan, bytes held by autograd, whether a cache served."""
+    """A script that prints, for each budget: bytes the plan saves, bytes autograd holds, whether a cache served."""
     return f"""
         from torch._dynamo.utils import counters
         for budget in ({", ".join(budgets)}):

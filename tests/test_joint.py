@@ -238,6 +238,19 @@ def test_an_input_that_the_step_changes_is_marked() -> None:
     assert joint.mutated_inputs == frozenset(sine.inputs)
 
 
+def test_an_input_that_changes_right_after_forward_is_marked() -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x.exp()
+        x.mul_(2)
+        return y.sum()
+
+    joint = trace(step, torch.ones(4, 4, requires_grad=True).clone()).joint
+
+    # AOTAutograd hands the new value out and writes it back itself, because autograd must see that.
+    assert values_of(joint, "aten.copy_.default") == []
+    assert names(joint, joint.mutated_inputs) == {"primals_1"}
+
+
 def test_batch_norm_changes_its_three_buffers() -> None:
     joint = trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.ones(2, 3, 8, 8)).joint
     assert sorted(joint.values[i].sizes for i in joint.mutated_inputs) == [(), (4,), (4,)]

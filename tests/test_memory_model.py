@@ -149,6 +149,16 @@ def test_a_pointwise_result_that_dies_in_no_kernel_of_the_same_size_gets_its_own
     assert [instant.bytes for instant in project(joint, fuses=True).timeline] == [2 * KIB, 2 * KIB + 64]
 
 
+def test_a_result_takes_over_no_storage_of_another_size() -> None:
+    build = JointBuilder()
+    x = build.primal(16, 16)
+    column = build.call(aten.mm.default, x, build.primal(16, 1))
+    joint = build.joint([build.call(aten.add.Tensor, x, column)], [])
+
+    # The inputs, 64 bytes of the product, and beside them the sum.
+    assert [instant.bytes for instant in project(joint, fuses=True).timeline] == [KIB + 64 + 64, KIB + 64 + 64 + KIB]
+
+
 # -- by hand: who holds what ------------------------------------------------------------------------------------------
 
 
@@ -218,6 +228,17 @@ def test_the_parts_of_an_op_are_allocated_together() -> None:
     joint = build.joint([late, indices], [])
 
     assert [instant.bytes for instant in project(joint).timeline] == [KIB + 512 + 1024, KIB + 512 + 1024 + 512]
+
+
+def test_a_part_that_only_backward_reads_is_freed_in_forward_unless_it_is_saved() -> None:
+    build = JointBuilder()
+    top = build.call(aten.topk.default, build.primal(256), 128)
+    values, indices = (build.call(operator.getitem, top, position) for position in (0, 1))
+    gradient = build.call(aten.mul.Tensor, build.tangent(128), indices)
+    joint = build.joint([build.call(aten.neg.default, values)], [gradient])
+
+    assert timeline_kib(project(joint))[0] == [2.5, 2.0]  # indices take 1 KiB, values and the output half of it
+    assert timeline_kib(project(joint, indices.name))[0] == [2.5, 3.0]
 
 
 def test_a_part_that_nobody_reads_is_allocated_with_the_others() -> None:

@@ -1,9 +1,9 @@
 """CostGraph: what saving and what recomputing a value costs, in bytes and picoseconds.
 
 A roofline with fusion. A kernel of its own (GEMM, convolution, attention) takes the longer of its arithmetic and its
-traffic. A pointwise op is inlined into what reads it, so recomputing it costs arithmetic only, while saving it costs one
-write in forward and one read in backward - unless the write or the read happens anyway. Without this a roofline saves
-twice as much as it should (docs/cut.md has the derivation).
+traffic. A pointwise op is inlined into what reads it, so recomputing it costs arithmetic only, while saving it costs
+one write in forward and one read in backward - unless the write or the read happens anyway. Without this a roofline
+saves twice as much as it should (docs/cut.md has the derivation).
 
 Williams, Waterman, Patterson: Roofline (CACM 52(4), 2009).
 """
@@ -186,7 +186,7 @@ def matrix_flops(joint: JointGraph, value: Value, sizes: Sizes) -> Any:
     """Floating-point operations of a GEMM, convolution or attention by torch's own table; 0 for ops that it lacks."""
     node = joint.nodes[value.index]
     packet = getattr(node.target, "overloadpacket", None)
-    index = {n: v for n, v in zip((joint.nodes[i] for i in value.inputs), value.inputs, strict=True)}
+    index = {joint.nodes[i]: i for i in value.inputs}
 
     def shape(argument: Any) -> Any:
         return sizes(joint.values[index[argument]]) if isinstance(argument, fx.Node) else argument

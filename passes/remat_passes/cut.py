@@ -1,8 +1,8 @@
 """The cut: which values to save and which to recompute, as one exact minimum s-t cut.
 
 For each forward value v there are two booleans: ``need(v)``, v exists in backward, and ``redo(v)``, v is computed there
-again. Redoing v needs its inputs. The cost is ``recompute(v)`` where v is redone and ``save(v)`` where v is needed and not
-redone; both are submodular, so the optimum is a minimum cut with two flow nodes a value (docs/cut.md):
+again. Redoing v needs its inputs. The cost is ``recompute(v)`` where v is redone and ``save(v)`` where v is needed and
+not redone; both are submodular, so the optimum is a minimum cut with two flow nodes a value (docs/cut.md):
 
     (1) source -> need(v)       infinite      backward reads v
     (2) need(v) -> redo(v)      save(v)       infinite when v may not be saved
@@ -40,6 +40,7 @@ class CutValue:
     recompute_ps: int | None
     no_save: str = "it may not be saved"  # why not, for the error
     no_recompute: str = "it may not be recomputed"
+    where: str = ""  # its op and source line, for the error
 
 
 CutProblem = tuple[CutValue, ...]
@@ -107,9 +108,9 @@ class _Edge:
 class Network:
     """The flow network of one problem: built once, solved at many prices.
 
-    Only values that backward can come to need take part. A value that may not be saved takes one flow node for both of its
-    booleans; a view takes the node of what it shows; a value that only one recomputation reads is needed exactly when that
-    one happens and takes its node. No cut changes, and most flow nodes go.
+    Only values that backward can come to need take part. A value that may not be saved takes one flow node for both of
+    its booleans; a view takes the node of what it shows; a value that only one recomputation reads is needed exactly
+    when that one happens and takes its node. No cut changes, and most flow nodes go.
     """
 
     def __init__(self, problem: CutProblem) -> None:
@@ -259,9 +260,10 @@ def _conflict(problem: CutProblem) -> str:
 
 
 def _sentence(value: CutValue) -> str:
+    where = f" ({value.where})" if value.where else ""
     return (
-        f"Backward needs {value.name}, which can be neither saved ({value.no_save}) nor recomputed ({value.no_recompute})."
-        " Change the annotation or the operation, or compile with fallback='inductor'."
+        f"Backward needs {value.name}{where}, which can be neither saved ({value.no_save}) nor recomputed"
+        f" ({value.no_recompute}). Change the annotation or the operation, or compile with fallback='inductor'."
     )
 
 
@@ -269,20 +271,22 @@ def _readers(problem: CutProblem, parent: dict[int, int | None], index: int) -> 
     chain = []
     reader = parent[index]
     while reader is not None:
-        chain.append(f"{problem[reader].name} ({problem[reader].no_save})")
+        place = f", {problem[reader].where}" if problem[reader].where else ""
+        chain.append(f"{problem[reader].name} ({problem[reader].no_save}{place})")
         reader = parent[reader]
     return f" It is needed by {', which is needed by '.join(chain)}." if chain else ""
 
 
-# -- the sweep over prices ----------------------------------------------------------------------------------------------
+# -- the sweep over prices
+# ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """What a sweep over prices found.
 
-    ``vertices`` lie on the lower convex hull of (saved bytes, time), from the fastest cut to the smallest. ``duals`` holds,
-    for each price asked, the optimal value: no decision whatever lies below these lines.
+    ``vertices`` lie on the lower convex hull of (saved bytes, time), from the fastest cut to the smallest. ``duals``
+    holds, for each price asked, the optimal value: no decision whatever lies below these lines.
     """
 
     vertices: tuple[Cut, ...]
@@ -292,18 +296,21 @@ class Sweep:
         """The least time of any decision that saves at most ``saved_bytes``; ``None`` when none saves so little."""
         if saved_bytes < self.vertices[-1].saved_bytes:
             return None
-        return max((value - price.byte_weight * saved_bytes) // price.time_weight for price, value in self.duals)
+        used = min(saved_bytes, self.vertices[0].saved_bytes)  # more bytes than the fastest cut uses do not help
+        return max((value - price.byte_weight * used) // price.time_weight for price, value in self.duals)
 
 
 def sweep(problem: CutProblem, max_cuts: int) -> Sweep:
     """The hull of (saved bytes, time).
 
-    Each solve either finds a new vertex or proves an edge, the widest gap first, so ``max_cuts`` (at least 2) bounds the
-    work; a sweep that is cut short still consists of optimal cuts, and its bound still holds.
+    Each solve either finds a new vertex or proves an edge, the widest gap first, so ``max_cuts`` (at least 2) bounds
+    the work; a sweep that is cut short still consists of optimal cuts, and its bound still holds.
     """
     network = Network(problem)
     fast, small = network.solve(fastest_price(problem)), network.solve(smallest_price(problem))
-    duals = [(price, _value(cut, price)) for price, cut in ((fastest_price(problem), fast), (smallest_price(problem), small))]
+    duals = [
+        (price, _value(cut, price)) for price, cut in ((fastest_price(problem), fast), (smallest_price(problem), small))
+    ]
     vertices = [fast, small] if fast.saved_bytes > small.saved_bytes else [fast]
     gaps = [_gap(fast, small)] if len(vertices) == 2 else []
     for _ in range(max_cuts - 2):
@@ -336,9 +343,9 @@ def _value(cut: Cut, price: Price) -> int:
 def between(problem: CutProblem, fast: Cut, small: Cut) -> tuple[Cut, ...]:
     """The cuts between two neighbours of the hull.
 
-    Where the neighbours differ, the difference falls apart into components that share no finite edge, so each can be taken
-    from either side (identical layers are such components). The first layers of forward switch first: their values are
-    recomputed at the end of backward, when little else is alive.
+    Where the neighbours differ, the difference falls apart into components that share no finite edge, so each can be
+    taken from either side (identical layers are such components). The first layers of forward switch first: their
+    values are recomputed at the end of backward, when little else is alive.
     """
     points, state = [], fast
     for component in _components(problem, fast, small):
@@ -354,8 +361,8 @@ def between(problem: CutProblem, fast: Cut, small: Cut) -> tuple[Cut, ...]:
 def leaps(problem: CutProblem, start: Cut, fast: Cut, small: Cut) -> tuple[Cut, ...]:
     """``start`` with one component of the step from ``fast`` to ``small`` taken before its turn.
 
-    The GEMMs of a network have nearly the same time for a byte, so their order on the hull says little, and taking one of
-    them early fills a gap. Such cuts lie on the hull's edge or close above it.
+    The GEMMs of a network have nearly the same time for a byte, so their order on the hull says little, and taking one
+    of them early fills a gap. Such cuts lie on the hull's edge or close above it.
     """
     found = []
     for part in _components(problem, fast, small):
@@ -377,9 +384,7 @@ def _components(problem: CutProblem, fast: Cut, small: Cut) -> list[_Component]:
     links.add_nodes_from(sorted(differ))
     for index, _ in sorted(differ):
         ties: list[tuple[int, str]] = [(index, "need"), *((source, "need") for source in problem[index].inputs)]
-        links.add_edges_from(
-            ((index, "redo"), tie) for tie in ties if (index, "redo") in differ and tie in differ
-        )
+        links.add_edges_from(((index, "redo"), tie) for tie in ties if (index, "redo") in differ and tie in differ)
     components = [
         _Component(
             frozenset(i for i, state in part if state == "need"), frozenset(i for i, state in part if state == "redo")

@@ -1,8 +1,8 @@
 """JointGraph: the forward and backward graph of one step, as values.
 
-AOTAutograd traces forward and backward into one FX graph. This stage reads it once and writes down, for each value, what
-the later stages need: its bytes, the storage it shares, where in the user's program it comes from, and on which side of the
-step it can be computed. Nothing later looks at names or metadata again.
+AOTAutograd traces forward and backward into one FX graph. This stage reads it once and writes down, for each value,
+what the later stages need: its bytes, the storage it shares, where in the user's program it comes from, and on which
+side of the step it can be computed. Nothing later looks at names or metadata again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ import sympy
 import torch
 from torch import fx
 
-from .ops import OpKind, is_collective, op_kind, op_label, written_operands
+from .ops import OpKind, is_collective, is_view, op_kind, op_label, written_operands
 
 Size: TypeAlias = int | sympy.Expr  # a dimension that may be symbolic
 
@@ -53,8 +54,9 @@ class Policy(enum.Enum):
 class Value:
     """One node of the joint graph.
 
-    ``bytes`` counts the node's own storage: 0 for a view, for a size and for an op with several outputs (its parts
-    carry the bytes). ``base`` is the value whose storage this one shows, itself when it owns one.
+    ``bytes`` counts the node's own storage: 0 for a view and for a size. The parts of an op with several outputs carry
+    their own bytes, the op those of outputs that nobody reads. ``base`` is the value whose storage this one shows,
+    itself when it owns one.
     """
 
     index: int
@@ -106,6 +108,15 @@ class JointGraph:
         return digest.hexdigest()[:8]
 
     @cached_property
+    def views(self) -> dict[int, tuple[Value, ...]]:
+        """The views of each storage."""
+        found: dict[int, tuple[Value, ...]] = {}
+        for value in self.values:
+            if value.base != value.index:
+                found[value.base] = (*found.get(value.base, ()), value)
+        return found
+
+    @cached_property
     def backward_values(self) -> tuple[int, ...]:
         """What depends on a tangent, in order."""
         return tuple(value.index for value in self.values if value.side is Side.BACKWARD)
@@ -120,10 +131,12 @@ class JointGraph:
     def activations(self) -> frozenset[int]:
         """Forward floating-point values that depend on a parameter and on an input of the step.
 
-        Masks, positions and casts of weights are not among them: they can be had again without the layers below.
+        Masks, positions and casts of weights are not among them: they can be had again without the layers below. A step
+        that is handed its weights as plain inputs has no parameters; then all that depends on a float input counts.
         """
-        weight, batch = set(self.static_inputs), {v.index for v in self.values if v.role is Role.PRIMAL}
-        batch -= weight
+        primals = {v.index for v in self.values if v.role is Role.PRIMAL}
+        weight = set(self.static_inputs) or {i for i in primals if self.values[i].is_float}
+        batch = primals - weight if self.static_inputs else set(weight)
         for value in self.values:
             weight.update([value.index] if weight.intersection(value.inputs) else [])
             batch.update([value.index] if batch.intersection(value.inputs) else [])
@@ -135,7 +148,10 @@ class JointGraph:
 
 
 def capture(
-    graph: fx.Graph, num_forward_outputs: int, static_input_indices: Sequence[int], pinned_to_backward: frozenset[fx.Node]
+    graph: fx.Graph,
+    num_forward_outputs: int,
+    static_input_indices: Sequence[int],
+    pinned_to_backward: frozenset[fx.Node],
 ) -> JointGraph:
     """Read an FX joint graph.
 
@@ -213,7 +229,7 @@ def _sides(
         if node not in forward and node not in backward:
             forward.add(node)
             stack.extend(node.all_input_nodes)
-    sides = {node: Side.EITHER for node in nodes}
+    sides = dict.fromkeys(nodes, Side.EITHER)
     sides.update(dict.fromkeys(forward, Side.FORWARD))
     sides.update(dict.fromkeys(backward, Side.BACKWARD))
     return sides
@@ -225,13 +241,12 @@ def _bases(nodes: Sequence[fx.Node], kinds: dict[fx.Node, OpKind]) -> dict[fx.No
         source = node.args[0] if node.args else None
         if isinstance(source, (list, tuple)):
             source = source[0] if source else None
-        bases[node] = bases[source] if kinds[node] is OpKind.VIEW and isinstance(source, fx.Node) else node
+        shares = kinds[node] in (OpKind.VIEW, OpKind.EFFECT)  # what changes its operand in place returns that operand
+        bases[node] = bases[source] if shares and isinstance(source, fx.Node) else node
     return bases
 
 
-def _value(
-    node: fx.Node, position: dict[fx.Node, int], role: Role, side: Side, kind: OpKind, base: fx.Node
-) -> Value:
+def _value(node: fx.Node, position: dict[fx.Node, int], role: Role, side: Side, kind: OpKind, base: fx.Node) -> Value:
     tensor = node.meta.get("val")
     shape = tuple(_size(d) for d in tensor.shape) if isinstance(tensor, torch.Tensor) else ()
     sizes = tuple(_dimension_hint(d) for d in tensor.shape) if isinstance(tensor, torch.Tensor) else ()
@@ -248,7 +263,7 @@ def _value(
         shape=shape,
         sizes=sizes,
         dtype=tensor.dtype if isinstance(tensor, torch.Tensor) else None,
-        bytes=_storage_bytes(tensor, math.prod(sizes)) if base is node else 0,
+        bytes=_own_bytes(node) if base is node else 0,
         module=_module_path(node),
         source=_source_line(node),
         policy=_policy(node),
@@ -272,10 +287,21 @@ def _dimension_hint(dimension: int | torch.SymInt) -> int:
     return int(dimension.node.hint) if dimension.node.has_hint() else UNBACKED_SIZE
 
 
-def _storage_bytes(tensor: object, numel: int) -> int:
+def _own_bytes(node: fx.Node) -> int:
+    results = node.meta.get("val")
+    if not isinstance(results, (tuple, list)):
+        return _storage_bytes(results)
+    if is_view(node):
+        return 0
+    read = {user.args[1] for user in node.users if user.target is operator.getitem}
+    return sum(_storage_bytes(result) for position, result in enumerate(results) if position not in read)
+
+
+def _storage_bytes(tensor: object) -> int:
     """Bytes that the tensor's own storage takes; strides with gaps count, expanded dimensions do not."""
     if not isinstance(tensor, torch.Tensor):
         return 0
+    numel = math.prod(_dimension_hint(d) for d in tensor.shape)
     if any(isinstance(d, torch.SymInt) for d in (*tensor.shape, *_strides(tensor))):
         return numel * tensor.dtype.itemsize
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, _strides(tensor), strict=False))
@@ -292,14 +318,18 @@ def _module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = list(stack.values())[-1][0]
-    for old, new in (("L['self']", ""), ("['", "."), ("']", ""), ("[", "."), ("]", ""), ("_modules.", "")):
+    for root in ("L['self']", "L['fn']"):  # what Dynamo calls the compiled module itself
+        path = path.removeprefix(root)
+    for old, new in (("['", "."), ("']", ""), ("[", "."), ("]", ""), ("_modules.", "")):
         path = path.replace(old, new)
-    return path.removeprefix("L.").strip(".")
+    return str(path.removeprefix("L.").strip("."))
 
 
 def _source_line(node: fx.Node) -> str:
     """``file:line`` of the innermost frame of the user's program."""
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
+    frames = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")
+    ]
     if not frames:
         return ""
     name, line = frames[-1].split(",")[:2]
@@ -334,7 +364,11 @@ def _symbols(nodes: Sequence[fx.Node]) -> tuple[tuple[str, int], ...]:
     hints: dict[str, int] = {}
     for node in nodes:
         size = node.meta.get("val")
-        if node.op != "placeholder" or not isinstance(size, torch.SymInt) or not isinstance(size.node.expr, sympy.Symbol):
+        if (
+            node.op != "placeholder"
+            or not isinstance(size, torch.SymInt)
+            or not isinstance(size.node.expr, sympy.Symbol)
+        ):
             continue
         if size.node.has_hint():
             hints[str(size.node.expr)] = int(size.node.hint)

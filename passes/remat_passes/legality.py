@@ -1,8 +1,8 @@
 """What may be saved and what may be recomputed, with the reason for each refusal.
 
 A value may be recomputed only when doing it again in backward gives the same bits: a pure op, on inputs that nobody
-changed in between, without a generator that has moved on, without talking to other ranks. A value may be saved only when
-what is saved is still the same in backward: not the storage of an input that forward changes in place.
+changed in between, without a generator that has moved on, without talking to other ranks. A value may be saved only
+when what is saved is still the same in backward: not the storage of an input that forward changes in place.
 
 The rules stand in two tables, in the order in which they are asked; the first that fires gives the reason.
 """
@@ -67,7 +67,8 @@ def must_recompute(joint: JointGraph, value: Value) -> bool:
     return value.policy is Policy.MUST_RECOMPUTE and not is_region_boundary(joint, value)
 
 
-# -- may not be saved ---------------------------------------------------------------------------------------------------
+# -- may not be saved
+# ---------------------------------------------------------------------------------------------------
 
 
 def _marked_recompute(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
@@ -94,7 +95,8 @@ def _no_result(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
     return "it has no result" if value.kind is OpKind.EFFECT else None
 
 
-# -- may not be recomputed ----------------------------------------------------------------------------------------------
+# -- may not be recomputed
+# ----------------------------------------------------------------------------------------------
 
 
 def _is_input(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
@@ -102,7 +104,14 @@ def _is_input(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
 
 
 def _marked_save(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
-    return "the user's policy says MUST_SAVE" if value.policy is Policy.MUST_SAVE else None
+    """A view has nothing to save; its mark binds what it shows."""
+    if value.base != value.index:
+        return None
+    marked = [value, *(v for v in joint.views.get(value.index, ()))]
+    found = next((v for v in marked if v.policy is Policy.MUST_SAVE), None)
+    if found is None:
+        return None
+    return "the user's policy says MUST_SAVE" + (f" for its view {found.name}" if found is not value else "")
 
 
 def _collective(joint: JointGraph, value: Value, node: fx.Node) -> str | None:

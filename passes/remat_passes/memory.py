@@ -1,8 +1,8 @@
 """The memory model: how many bytes are alive at each kernel of the step.
 
-The simulator replays forward and then backward in the order that will run. It is the planner's oracle, the tests' oracle
-and the picture that users see, and its truth is the allocator (docs/memory-model.md lists what is exact and what is
-estimated). Under Inductor, work is replayed by kernel:
+The simulator replays forward and then backward in the order that will run. It is the planner's oracle, the tests'
+oracle and the picture that users see, and its truth is the allocator (docs/memory-model.md lists what is exact and what
+is estimated). Under Inductor, work is replayed by kernel:
 
 (1) a pointwise result exists only when a kernel of its own, an output or many readers ask for it; else its readers
     compute it on the fly and keep *its operands* alive instead;
@@ -33,7 +33,8 @@ from .schedule import Schedule, schedule
 # (torch/_inductor/config.py, ``realize_reads_threshold``).
 REALIZE_READS = 4
 
-# Inductor does not fuse ops that lie further apart than this (torch/_inductor/scheduler.py, ``are_long_distant_nodes``).
+# Inductor does not fuse ops that lie further apart than this (torch/_inductor/scheduler.py,
+# ``are_long_distant_nodes``).
 FUSION_DISTANCE = 64
 
 # What the allocator rounds a block up to: CPU hands out what was asked for (c10/core/CPUAllocator.cpp counts the bytes
@@ -111,7 +112,9 @@ class MemoryModel:
     def outer(self) -> frozenset[int]:
         """Reductions over the first axis."""
         nodes = self.joint.nodes
-        return frozenset(v.index for v in self.joint.values if v.kind is OpKind.REDUCTION and reduces_outer(nodes[v.index]))
+        return frozenset(
+            v.index for v in self.joint.values if v.kind is OpKind.REDUCTION and reduces_outer(nodes[v.index])
+        )
 
     @cached_property
     def convolutions(self) -> frozenset[int]:
@@ -135,7 +138,9 @@ class MemoryModel:
     @cached_property
     def gradient_bytes(self) -> int:
         """What backward hands out."""
-        return sum(self.sizes[i] for i in {self.joint.values[i].base for i in self.joint.backward_outputs} - self.inputs)
+        return sum(
+            self.sizes[i] for i in {self.joint.values[i].base for i in self.joint.backward_outputs} - self.inputs
+        )
 
     @cached_property
     def _reads(self) -> tuple[tuple[int, ...], ...]:
@@ -261,7 +266,7 @@ class _Replay:
         for leaf in leaves:
             kernel.reads.setdefault(leaf, []).append(index)
             self.read_by[leaf].append(place)
-        for result in self.model._parts.get(index, (index,)):
+        for result in (index, *self.model._parts.get(index, ())):
             kernel.results.append(result)
             self.kernel_of[result] = place
         if self.model.fuses and index in self.model.convolutions:
@@ -292,9 +297,9 @@ class _Replay:
         candidates += sorted({place for leaf in large for place in self.read_by[leaf]} - after)
         for place in candidates:
             kernel = self.kernels[place]
-            if kernel.fuses and kernel.is_sums == is_sum and domain in kernel.domains:
-                if not self._runs_before_any(place, after - {place}):
-                    return place
+            fits = kernel.fuses and kernel.is_sums == is_sum and domain in kernel.domains
+            if fits and not self._runs_before_any(place, after - {place}):
+                return place
         return None
 
     def _runs_before_any(self, place: int, others: set[int]) -> bool:
@@ -339,8 +344,8 @@ class _Replay:
         peak, at_peak = now, set(alive)
         for at, kernel in enumerate(kernels):
             results = [r for r in kernel.results if self._is_allocated(r, last_use.get(r, -1), at, kernel.fuses)]
-            dying = [r for r in kernel.reads if r in alive and last_use[r] == at and r not in self.outputs]
-            taken = self._taken_over(kernel, results, dying)
+            dying = [r for r in kernel.reads if last_use[r] == at and r in alive and r not in self.outputs]
+            taken = self._taken_over(kernel, results, dying) if kernel.fuses and dying and results else set()
             alive.update(results)
             now += sum(size(r) for r in results) - sum(size(r) for r in taken)
             alive.difference_update(taken)
@@ -354,15 +359,11 @@ class _Replay:
         return peak, at_peak, self.is_backward
 
     def _is_allocated(self, result: int, last_use: int, at: int, fuses: bool) -> bool:
-        if result in self.model.inputs:
-            return False
-        return not fuses or result in self.outputs or last_use != at or result not in self.kernel_of
+        return not fuses or last_use != at or result in self.outputs
 
     def _taken_over(self, kernel: _Kernel, results: Sequence[int], dying: Sequence[int]) -> set[int]:
         """Operands whose storage a result of the kernel takes over."""
         taken: set[int] = set()
-        if not kernel.fuses:
-            return taken
         values = self.model.joint.values
         for result in results:
             if result < 0 or values[result].kind is not OpKind.POINTWISE:

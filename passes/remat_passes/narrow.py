@@ -1,8 +1,9 @@
 """Narrow points: the forward values through which everything that follows must pass.
 
-The residual stream after each block is one. Keeping them turns one long recomputation into many short ones, so that only
-one block is recomputed at a time (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016). They are the
-dominators of the loss in the forward graph of activations (Cooper, Harvey, Kennedy: A Simple, Fast Dominance Algorithm).
+The residual stream after each block is one. Keeping them turns one long recomputation into many short ones, so that
+only one block is recomputed at a time (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016). They are the
+dominators of the loss in the forward graph of activations (Cooper, Harvey, Kennedy: A Simple, Fast Dominance
+Algorithm).
 """
 
 from __future__ import annotations

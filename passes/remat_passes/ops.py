@@ -37,18 +37,19 @@ FUSIBLE = frozenset({OpKind.FACTORY, OpKind.POINTWISE, OpKind.REDUCTION})
 _SILENT_VIEWS = frozenset({"_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy"})
 
 _FACTORIES = frozenset(
-    "full zeros ones empty arange iota scalar_tensor full_like zeros_like ones_like empty_like new_zeros new_ones new_full"
-    " new_empty empty_strided new_empty_strided eye lift_fresh_copy".split()
+    "full zeros ones empty arange iota scalar_tensor full_like zeros_like ones_like empty_like new_zeros new_ones"
+    " new_full new_empty empty_strided new_empty_strided eye lift_fresh_copy".split()
 )
 
 # Inductor lowers these to pointwise loops although they carry no pointwise tag (torch/_inductor/lowering.py).
 _POINTWISE = frozenset(
-    "embedding gather index index_select cat clone _to_copy to copy convert_element_type where constant_pad_nd slice_scatter"
-    " select_scatter as_strided_scatter triu tril flip roll repeat masked_fill fma device_put contiguous stack"
+    "embedding gather index index_select cat clone _to_copy to copy convert_element_type where constant_pad_nd"
+    " slice_scatter select_scatter as_strided_scatter triu tril flip roll repeat masked_fill fma device_put contiguous stack"
     " upsample_nearest2d upsample_bilinear2d _unsafe_index _unsafe_masked_index inductor_random inductor_randint"
     " inductor_lookup_seed native_dropout native_dropout_backward _low_memory_max_pool_offsets_to_indices"
     " _low_memory_max_pool_with_offsets avg_pool2d avg_pool2d_backward max_pool2d_with_indices_backward"
-    " rand rand_like randn randn_like bernoulli nll_loss_backward broadcast_in_dim select_backward slice_backward".split()
+    " rand rand_like randn randn_like bernoulli nll_loss_backward broadcast_in_dim select_backward"
+    " slice_backward".split()
 )
 
 _REDUCTIONS = frozenset(
@@ -64,14 +65,18 @@ _SCATTERS = frozenset(
     " embedding_dense_backward _scaled_index_put".split()
 )
 
-# Pointwise ops whose arithmetic is a polynomial or a table, in units of DeviceSpec.transcendental_flops, which is the mean
-# of exp (0.19 ns on one Zen 5 core in a kernel compiled by Inductor), erf (0.42 ns) and tanh (1.02 ns).
+# Pointwise ops whose arithmetic is a polynomial or a table, in units of DeviceSpec.transcendental_flops, which is the
+# mean of exp (0.19 ns on one Zen 5 core in a kernel compiled by Inductor), erf (0.42 ns) and tanh (1.02 ns).
 _EXP, _ERF, _TANH = 0.35, 0.8, 1.9
 _TRANSCENDENTAL = {
     **dict.fromkeys("exp exp2 expm1 log log2 log10 log1p sqrt rsqrt".split(), _EXP),
     **dict.fromkeys("erf erfc erfinv sigmoid silu sigmoid_backward silu_backward sin cos logit".split(), _ERF),
-    **dict.fromkeys("gelu gelu_backward softplus softplus_backward log_sigmoid logaddexp elu elu_backward celu".split(), 1.0),
-    **dict.fromkeys("tanh tanh_backward tan asin acos atan atan2 sinh cosh pow lgamma digamma mish mish_backward".split(), _TANH),
+    **dict.fromkeys(
+        "gelu gelu_backward softplus softplus_backward log_sigmoid logaddexp elu elu_backward celu".split(), 1.0
+    ),
+    **dict.fromkeys(
+        "tanh tanh_backward tan asin acos atan atan2 sinh cosh pow lgamma digamma mish mish_backward".split(), _TANH
+    ),
 }
 
 _RANDOM = frozenset("inductor_random inductor_randint".split())
@@ -124,7 +129,7 @@ def _shares_storage(node: fx.Node) -> bool:
     after = node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
-    return before.untyped_storage()._cdata == after.untyped_storage()._cdata
+    return bool(before.untyped_storage()._cdata == after.untyped_storage()._cdata)
 
 
 def op_kind(node: fx.Node) -> OpKind:
@@ -182,7 +187,14 @@ def is_collective(node: fx.Node) -> bool:
 
 def is_builtin(node: fx.Node) -> bool:
     """Whether the op belongs to PyTorch, whose schema says what it reads and changes."""
-    return getattr(node.target, "namespace", "") in ("aten", "prims", "prim", "_c10d_functional", "inductor", "quantized")
+    return getattr(node.target, "namespace", "") in (
+        "aten",
+        "prims",
+        "prim",
+        "_c10d_functional",
+        "inductor",
+        "quantized",
+    )
 
 
 def draws_from_generator(node: fx.Node) -> bool:
@@ -196,7 +208,7 @@ def draws_from_generator(node: fx.Node) -> bool:
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    return _argument(node, "dropout_p", 1.0) != 0.0 and _argument(node, "p", 1.0) != 0.0
+    return bool(_argument(node, "dropout_p", 1.0) != 0.0 and _argument(node, "p", 1.0) != 0.0)
 
 
 def _argument(node: fx.Node, name: str, default: Any) -> Any:

@@ -111,7 +111,9 @@ class RematPlan:
             return _plan_from_record(record)
         except (KeyError, TypeError, ValueError) as error:
             what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise PlanFileError(f"{origin} is a damaged plan file: {what}. Write it again with REMAT_DUMP_DIR.") from None
+            raise PlanFileError(
+                f"{origin} is a damaged plan file: {what}. Write it again with REMAT_DUMP_DIR."
+            ) from None
 
 
 def next_or_raise(values: tuple[ValuePlan, ...], name: str) -> ValuePlan:

@@ -86,7 +86,7 @@ def _is_shown(joint: JointGraph, index: int) -> bool:
 def _value_plan(
     joint: JointGraph, permissions: Sequence[Permission], costs: CostGraph, cut: Cut, index: int
 ) -> ValuePlan:
-    value, cost = joint.values[index], costs.values[index]
+    value = joint.values[index]
     decision, reason = _reason(joint, permissions[index], costs, cut, value)
     return ValuePlan(
         name=value.name,

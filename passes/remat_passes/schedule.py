@@ -1,8 +1,8 @@
 """Schedule: the order in which forward and backward run, once it is decided what is recomputed.
 
-Forward keeps its order. Backward keeps the order that autograd gave it, and each recomputed value is placed right before
-the first op that needs it: a value that is recomputed early only takes room
-(torch/_functorch/partitioners.py, ``reordering_to_mimic_autograd_engine``, has the same idea).
+Forward keeps its order. Backward keeps the order that autograd gave it, and each recomputed value is placed right
+before the first op that needs it: a value that is recomputed early only takes room (torch/_functorch/partitioners.py,
+``reordering_to_mimic_autograd_engine``, has the same idea).
 """
 
 from __future__ import annotations

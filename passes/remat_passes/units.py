@@ -1,7 +1,7 @@
 """Bytes and microseconds: how a user writes them, and how remat shows them.
 
-Bytes are ``int`` everywhere. ``GiB`` is 2**30 and ``GB`` is 10**9 (IEC 80000-13); both are accepted, because users write
-both and mean what they write.
+Bytes are ``int`` everywhere. ``GiB`` is 2**30 and ``GB`` is 10**9 (IEC 80000-13); both are accepted, because users
+write both and mean what they write.
 """
 
 from __future__ import annotations
@@ -34,8 +34,14 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     unit = match.group(2).upper() or "B" if match else ""
     if match is None or unit not in BYTE_UNITS:
-        raise ConfigError(f"{text!r} is not a size. Write a number and a unit, such as '8GiB', '512MiB' or '8GB' (10^9).")
-    return int(float(match.group(1)) * BYTE_UNITS[unit]) if "." in match.group(1) else int(match.group(1)) * BYTE_UNITS[unit]
+        raise ConfigError(
+            f"{text!r} is not a size. Write a number and a unit, such as '8GiB', '512MiB' or '8GB' (10^9)."
+        )
+    return (
+        int(float(match.group(1)) * BYTE_UNITS[unit])
+        if "." in match.group(1)
+        else int(match.group(1)) * BYTE_UNITS[unit]
+    )
 
 
 def format_bytes(num_bytes: int) -> str:
