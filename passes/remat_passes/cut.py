@@ -300,11 +300,12 @@ class Sweep:
         return max((value - price.byte_weight * used) // price.time_weight for price, value in self.duals)
 
 
-def sweep(problem: CutProblem, max_cuts: int) -> Sweep:
+def sweep(problem: CutProblem, max_cuts: int, coarseness_bytes: int = 0) -> Sweep:
     """The hull of (saved bytes, time).
 
     Each solve either finds a new vertex or proves an edge, the widest gap first, so ``max_cuts`` (at least 2) bounds
-    the work; a sweep that is cut short still consists of optimal cuts, and its bound still holds.
+    the work, and gaps of at most ``coarseness_bytes`` are left alone. A sweep that is cut short still consists of
+    optimal cuts, and its bound still holds.
     """
     network = Network(problem)
     fast, small = network.solve(fastest_price(problem)), network.solve(smallest_price(problem))
@@ -314,7 +315,7 @@ def sweep(problem: CutProblem, max_cuts: int) -> Sweep:
     vertices = [fast, small] if fast.saved_bytes > small.saved_bytes else [fast]
     gaps = [_gap(fast, small)] if len(vertices) == 2 else []
     for _ in range(max_cuts - 2):
-        if not gaps:
+        if not gaps or gaps[0][3].saved_bytes + coarseness_bytes >= gaps[0][2].saved_bytes:
             break
         _, _, left, right = heapq.heappop(gaps)
         price = _slope(left, right)

@@ -24,13 +24,14 @@ from .units import format_bytes
 # Bounds on the work of a search. The hull of a 12-layer GPT has about 20 vertices, and a vertex takes two solves; both
 # figures from benchmarks/first.py. A sweep that is cut short is coarser, not wrong.
 MAX_CUTS = 48
-MAX_CUTS_KEPT = 12
+MAX_CUTS_KEPT = 8
+BYTE_STEPS = 1000  # gaps of the hull below this part of all bytes are not looked into
 MAX_POINTS = 256
 MAX_POINTS_KEPT = 32
 MAX_LEAP = 4
 
 # Held back from a budget under Inductor, whose fusions are predicted and not known: the largest excess of a measured
-# peak over the projected one that was seen on language models is 1.4 % (docs/memory-model.md, "How exact").
+# peak over the projected one seen on language models is 1.4 % (docs/memory-model.md, "How exact").
 RESERVE = Fraction(2, 100)
 
 # Without a budget, plans whose projected steps differ by less than this count as equally fast and the lowest peak wins:
@@ -95,14 +96,13 @@ def search(
     reserve = RESERVE if model.fuses else Fraction(0)
     limit = inductor.projection.peak_bytes if budget_bytes is None else int(budget_bytes / (1 + reserve))
     limit = min(limit, inductor.projection.peak_bytes) if inductor.is_legal else limit  # never worse than Inductor
-    main = sweep(problem, MAX_CUTS)
+    main = sweep(problem, MAX_CUTS, sum(value.bytes for value in problem) // BYTE_STEPS)
     considered = _Considered(model, limit, [Candidate(cut, model.project(cut)) for cut in main.vertices])
     considered.add([inductor] if inductor.is_legal else [])
     if budget_bytes is None:
         fastest_ps = main.vertices[0].time_ps
         deadline_ps = fastest_ps + round(TIME_RESOLUTION * (fixed_ps + fastest_ps))
-        in_time = [cut for cut in _between_all(problem, main) if cut.time_ps <= deadline_ps]
-        considered.add([Candidate(cut, model.project(cut)) for cut in in_time])
+        considered.add_within(_between_all(problem, main), deadline_ps)
         within = considered.smallest_within(deadline_ps)
         chosen: Candidate | None = within or considered.best() or considered.smallest()
     else:
@@ -143,6 +143,15 @@ class _Considered:
                 self.unprojected.extend(fastest_first[position + 1 :])
                 return
 
+    def add_within(self, cuts: Iterable[Cut], deadline_ps: int) -> None:
+        """Project the cuts that are fast enough and could have a lower peak than any so far: all saved bytes are alive
+        when backward starts."""
+        for cut in sorted(cuts, key=lambda cut: cut.saved_bytes):
+            lowest = self.smallest_within(deadline_ps)
+            floor_bytes = self.model.baseline_bytes + cut.saved_bytes
+            if cut.time_ps <= deadline_ps and (lowest is None or floor_bytes < lowest.projection.peak_bytes):
+                self.projected.append(Candidate(cut, self.model.project(cut)))
+
     def best(self) -> Candidate | None:
         """The fastest candidate that fits; among equals the one that was considered first."""
         fitting = [c for c in self.projected if c.projection.peak_bytes <= self.limit_bytes]
@@ -181,7 +190,7 @@ def _consider_kept(problem: CutProblem, kept: tuple[int, ...], considered: _Cons
     best = considered.best()
     if best is not None and solve(family, fastest_price(family)).time_ps >= best.cut.time_ps:
         return
-    found = sweep(family, MAX_CUTS_KEPT)
+    found = sweep(family, MAX_CUTS_KEPT, sum(value.bytes for value in family) // BYTE_STEPS)
     steps = zip(found.vertices, found.vertices[1:], strict=False)
     inner = [cut for fast, small in steps for cut in between(family, fast, small)]
     considered.add_lazily([*found.vertices, *_thinned(inner, MAX_POINTS_KEPT)], len(kept))
@@ -213,8 +222,8 @@ def _between_all(problem: CutProblem, found: Sweep) -> list[Cut]:
     for position, start in enumerate(found.vertices):
         for fast, small in steps[position + 1 : position + 1 + MAX_LEAP]:
             cuts.extend(leaps(problem, start, fast, small))
-    distinct = {(cut.need, cut.redo): cut for cut in cuts}
-    return _thinned(sorted(distinct.values(), key=lambda cut: (cut.time_ps, cut.saved_bytes)), MAX_POINTS)
+    distinct = {(cut.need, cut.redo): cut for cut in cuts}.values()
+    return _thinned(sorted(distinct, key=lambda cut: (cut.time_ps, cut.saved_bytes)), MAX_POINTS)
 
 
 def _thinned(cuts: list[Cut], most: int) -> list[Cut]:
