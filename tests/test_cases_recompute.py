@@ -1040,7 +1040,7 @@ def test_r17_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chain_of_layers() -> Program:
     def build() -> nn.Module:
-        layers = [part for _ in range(3) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))]
+        layers = [part for _ in range(3) for part in (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())]
         return Lambda(lambda m, x: m.stack(x).square().mean(), stack=nn.Sequential(*layers))
 
     return Program(build, lambda: (rows(BATCH, WIDTH),))

@@ -91,6 +91,18 @@ def test_an_op_with_several_results_is_saved_part_by_part() -> None:
     assert permission_of(joint, "getitem") == Permission(None, None)
 
 
+def test_a_view_that_must_be_saved_binds_what_it_shows() -> None:
+    build = JointBuilder()
+    product = build.call(aten.neg.default, build.primal(4, 4))
+    view = build.call(aten.view.default, product, [16], recompute=CheckpointPolicy.MUST_SAVE)
+    joint = build.joint([build.call(aten.view.default, view, [2, 8])], [])
+
+    assert permission_of(joint, "neg_default") == Permission(
+        None, "the user's policy says MUST_SAVE for its view view_default"
+    )
+    assert permission_of(joint, "view_default").no_recompute is None
+
+
 # -- random numbers ---------------------------------------------------------------------------------------------------
 
 
@@ -296,12 +308,12 @@ def test_must_recompute_lets_random_numbers_be_drawn_again() -> None:
 
 
 def contradiction() -> str:
-    """The error for a view that must be saved by the user's word: a view has nothing to save."""
+    """The error for a value that must be recomputed while what shows it must be saved."""
     build = JointBuilder()
     x, tangent = build.primal(4), build.tangent(4)
-    exponential = build.call(aten.exp.default, x)
     where = '  File "model.py", line 7, in forward\n    y = x.exp().view(2, 2)'
-    view = build.call(aten.view.default, exponential, [2, 2], recompute=CheckpointPolicy.MUST_SAVE, stack_trace=where)
+    exponential = build.call(aten.exp.default, x, recompute=CheckpointPolicy.MUST_RECOMPUTE, stack_trace=where)
+    view = build.call(aten.view.default, exponential, [2, 2], recompute=CheckpointPolicy.MUST_SAVE)
     back = build.call(aten.view.default, view, [4])
     joint = build.joint([exponential], [build.call(aten.mul.Tensor, tangent, back)])
     with pytest.raises(CannotPartitionError) as raised:
@@ -312,9 +324,9 @@ def contradiction() -> str:
 def test_contradicting_rules_are_both_named() -> None:
     message = contradiction()
 
-    assert "view_default" in message
-    assert "the user's policy says MUST_SAVE" in message
-    assert "no storage of its own" in message
+    assert "exp_default" in message
+    assert "the user's policy says MUST_RECOMPUTE" in message
+    assert "the user's policy says MUST_SAVE for its view view_default" in message
 
 
 def test_the_error_for_contradicting_rules_names_the_source_line() -> None:

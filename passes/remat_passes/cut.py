@@ -348,15 +348,19 @@ def between(problem: CutProblem, fast: Cut, small: Cut) -> tuple[Cut, ...]:
     taken from either side (identical layers are such components). The first layers of forward switch first: their
     values are recomputed at the end of backward, when little else is alive.
     """
-    points, state = [], fast
+    points = []
+    need, redo = fast.need | _free(problem, fast, small), fast.redo
     for component in _components(problem, fast, small):
-        state = cut_of(
-            problem,
-            (state.need - component.need) | (component.need & small.need),
-            (state.redo - component.redo) | (component.redo & small.redo),
-        )
-        points.append(state)
+        need = (need - component.need) | (component.need & small.need)
+        redo = (redo - component.redo) | (component.redo & small.redo)
+        points.append(cut_of(problem, need, redo))
     return tuple(points[:-1])
+
+
+def _free(problem: CutProblem, fast: Cut, small: Cut) -> frozenset[int]:
+    """What only one of two cuts needs, neither recomputes, and costs nothing to keep, such as an input or a table."""
+    differ = (fast.need ^ small.need) - fast.redo - small.redo
+    return frozenset(i for i in differ if problem[i].save_ps == 0 and not problem[i].bytes)
 
 
 def leaps(problem: CutProblem, start: Cut, fast: Cut, small: Cut) -> tuple[Cut, ...]:
@@ -381,6 +385,7 @@ class _Component:
 
 def _components(problem: CutProblem, fast: Cut, small: Cut) -> list[_Component]:
     differ = {(i, "need") for i in fast.need ^ small.need} | {(i, "redo") for i in fast.redo ^ small.redo}
+    differ -= {(i, "need") for i in _free(problem, fast, small)}  # it ties nothing together
     links: nx.Graph = nx.Graph()
     links.add_nodes_from(sorted(differ))
     for index, _ in sorted(differ):

@@ -95,6 +95,7 @@ class JointGraph:
     forward_outputs: tuple[int, ...]
     backward_outputs: tuple[int, ...]
     static_inputs: frozenset[int]  # parameters and buffers
+    trained_inputs: frozenset[int]  # inputs that get a gradient
     mutated_inputs: frozenset[int]  # inputs that forward changes in place, in the graph or right after it
     symbols: tuple[tuple[str, int], ...]  # symbolic sizes and their hints
     device_type: str
@@ -131,12 +132,12 @@ class JointGraph:
     def activations(self) -> frozenset[int]:
         """Forward floating-point values that depend on a parameter and on an input of the step.
 
-        Masks, positions and casts of weights are not among them: they can be had again without the layers below. A step
-        that is handed its weights as plain inputs has no parameters; then all that depends on a float input counts.
+        Masks, positions and casts of weights are not among them: they can be had again without the layers below. In a
+        step that is handed its weights as plain inputs, those that get a gradient are the parameters.
         """
         primals = {v.index for v in self.values if v.role is Role.PRIMAL}
-        weight = set(self.static_inputs) or {i for i in primals if self.values[i].is_float}
-        batch = primals - weight if self.static_inputs else set(weight)
+        weight = set(self.static_inputs or self.trained_inputs)
+        batch = primals - weight or set(weight)
         for value in self.values:
             weight.update([value.index] if weight.intersection(value.inputs) else [])
             batch.update([value.index] if batch.intersection(value.inputs) else [])
@@ -177,6 +178,7 @@ def capture(
         forward_outputs=tuple(position[node] for node in forward_nodes if node is not None),
         backward_outputs=tuple(position[node] for node in backward_nodes if node is not None),
         static_inputs=frozenset(position[primals[i]] for i in static_input_indices if i < len(primals)),
+        trained_inputs=frozenset(position[p] for p, g in zip(primals, backward_nodes, strict=False) if g is not None),
         mutated_inputs=frozenset(position[node] for node in _mutated(graph, nodes, primals, num_forward_outputs)),
         symbols=_symbols(nodes),
         device_type=_device_type(nodes),

@@ -86,6 +86,10 @@ def _is_view(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
     return f"a view of {joint.values[value.base].name}: it has no storage of its own"
 
 
+def _constant(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
+    return "a constant of the module, there in both graphs" if node.op == "get_attr" else None
+
+
 def _float_symbol(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
     unsavable = isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymBool, float, bool))
     return "a symbolic float or condition; only sizes can be handed to backward" if unsavable else None
@@ -148,5 +152,5 @@ def _opaque(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
     return f"{op_name(node)} runs a graph of its own: what it does besides its result is not known"
 
 
-NO_SAVE: tuple[Rule, ...] = (_marked_recompute, _no_result, _several_outputs, _is_view, _float_symbol)
+NO_SAVE: tuple[Rule, ...] = (_marked_recompute, _no_result, _several_outputs, _is_view, _constant, _float_symbol)
 NO_RECOMPUTE: tuple[Rule, ...] = (_is_input, _marked_save, _collective, _changes_state, _draws, _effectful, _opaque)

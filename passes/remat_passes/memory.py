@@ -26,7 +26,7 @@ from functools import cached_property
 
 from .cut import Cut
 from .joint import JointGraph, Role
-from .ops import FUSIBLE, OpKind, reduces_outer
+from .ops import FUSIBLE, OpKind, op_name, reduces_outer
 from .schedule import Schedule, schedule
 
 # A pointwise result with more reads than this is written by Inductor once several readers want it
@@ -40,6 +40,10 @@ FUSION_DISTANCE = 64
 # What the allocator rounds a block up to: CPU hands out what was asked for (c10/core/CPUAllocator.cpp counts the bytes
 # asked), CUDA rounds to 512 bytes (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``).
 BLOCK_BYTES = {"cpu": 1, "cuda": 512}
+
+# What ATen's CPU ops allocate besides their results, in multiples of their largest operand or result: ``prims.fma`` is
+# a product and a sum, and oneDNN reorders a convolution's operands (measured in tests/test_memory_model.py).
+EAGER_WORKSPACE = {"fma": 1, "convolution": 1, "convolution_backward": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +121,13 @@ class MemoryModel:
         )
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The op of each value, without namespace and overload."""
+        return tuple(op_name(node) for node in self.joint.nodes)
+
+    @cached_property
     def convolutions(self) -> frozenset[int]:
-        return frozenset(v.index for v in self.joint.values if v.op.startswith("aten.convolution"))
+        return frozenset(i for i, name in enumerate(self.names) if name.startswith("convolution"))
 
     @cached_property
     def kinds(self) -> tuple[OpKind, ...]:
@@ -277,7 +286,7 @@ class _Replay:
         other results are written channels-last at once (torch/_inductor/graph.py, ``decide_layout_opt``)."""
         for leaf in leaves:
             producer = self.kernel_of.get(leaf)
-            if producer is None or not self.model.joint.values[leaf].op.startswith("aten.cat"):
+            if producer is None or self.model.names[leaf] != "cat":
                 continue
             copy = -1 - leaf
             if copy not in self.kernel_of:
@@ -349,14 +358,21 @@ class _Replay:
             alive.update(results)
             now += sum(size(r) for r in results) - sum(size(r) for r in taken)
             alive.difference_update(taken)
-            self.timeline.append(Instant(self.model.joint.values[kernel.lead].name, self.is_backward, now))
-            if now > peak:
-                peak, at_peak = now, set(alive)
+            highest = now + self._workspace_bytes(kernel)
+            self.timeline.append(Instant(self.model.joint.values[kernel.lead].name, self.is_backward, highest))
+            if highest > peak:
+                peak, at_peak = highest, set(alive)
             unused = [r for r in results if r not in last_use and r not in self.outputs]
             for dead in {*dying, *unused} - taken:
                 alive.discard(dead)
                 now -= size(dead)
         return peak, at_peak, self.is_backward
+
+    def _workspace_bytes(self, kernel: _Kernel) -> int:
+        """What an op allocates for itself while it runs as it is; Inductor's kernels do without."""
+        multiple = 0 if self.model.fuses else EAGER_WORKSPACE.get(self.model.names[kernel.lead], 0)
+        touched = (*kernel.results, *kernel.reads)
+        return multiple * max((self._size(i) for i in touched), default=0) if multiple else 0
 
     def _is_allocated(self, result: int, last_use: int, at: int, fuses: bool) -> bool:
         return not fuses or last_use != at or result in self.outputs

@@ -45,8 +45,9 @@ _FACTORIES = frozenset(
 _POINTWISE = frozenset(
     "embedding gather index index_select cat clone _to_copy to copy convert_element_type where"
     " constant_pad_nd slice_scatter select_scatter as_strided_scatter triu tril flip roll repeat masked_fill"
-    " fma device_put contiguous stack upsample_nearest2d upsample_bilinear2d _unsafe_index _unsafe_masked_index inductor_random inductor_randint"
-    " inductor_lookup_seed native_dropout native_dropout_backward _low_memory_max_pool_offsets_to_indices"
+    " fma device_put contiguous stack upsample_nearest2d upsample_bilinear2d _unsafe_index"
+    " _unsafe_masked_index inductor_random inductor_randint inductor_lookup_seed native_dropout"
+    " native_dropout_backward _low_memory_max_pool_offsets_to_indices"
     " _low_memory_max_pool_with_offsets avg_pool2d avg_pool2d_backward max_pool2d_with_indices_backward"
     " rand rand_like randn randn_like bernoulli nll_loss_backward broadcast_in_dim select_backward"
     " slice_backward".split()

@@ -141,7 +141,7 @@ def _why_recompute(joint: JointGraph, permission: Permission, costs: CostGraph, 
     if must_recompute(joint, value):
         return permission.no_save or ""
     if value.side is Side.EITHER:
-        return "only backward needs it, so it is computed there"
+        return "only backward needs it; computing it there keeps no bytes until then"
     cost, redo = costs.values[value.index], _recompute_ps(joint, costs, value)
     if redo <= cost.save_ps:
         return f"recomputing takes {format_us(_us(redo))}, writing and reading it {format_us(_us(cost.save_ps))}"
