@@ -29,6 +29,7 @@ __all__ = [
     "ConfigError",
     "PlanFileError",
     "RematError",
+    "fallbacks",
     "planning_seconds",
     "plans",
 ]
@@ -39,6 +40,13 @@ def plans() -> tuple[RematPlan, ...]:
     from .plan_log import recorded
 
     return tuple(entry.plan for entry in recorded())
+
+
+def fallbacks() -> tuple[str, ...]:
+    """Why graphs of this process were compiled as plain Inductor would (``fallback="inductor"``), one sentence each."""
+    from .plan_log import fallbacks as recorded_fallbacks
+
+    return recorded_fallbacks()
 
 
 def planning_seconds() -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from torch import fx
 
 from remat_passes.device import DeviceSpec
-from remat_passes.errors import ConfigError, nearest
+from remat_passes.errors import ConfigError, RematError, nearest
 
 from . import torch_private
 from .calibrate import default_cache_dir
 from .device_at_hand import device_spec
 from .options import Options, parse_options
 from .partitioner import RematPartitioner
+from .plan_log import record_fallback
 
 
 def remat(
@@ -42,9 +44,17 @@ def remat(
     parsed = parse_options(options, os.environ, torch_private.inductor_option_names())
     inductor_options = {**_mode_options(mode), **parsed.inductor}
     partitioner = RematPartitioner(parsed, _spec(parsed, inputs))
-    if parsed.lowering == "eager":
-        return torch_private.compile_with_aot_autograd(module, inputs, partitioner)
-    return torch_private.compile_with_inductor(module, inputs, inductor_options, partitioner)
+    spare = torch_private.copy_of(module) if parsed.fallback == "inductor" else None
+    try:
+        if parsed.lowering == "eager":
+            return torch_private.compile_with_aot_autograd(module, inputs, partitioner)
+        return torch_private.compile_with_inductor(module, inputs, inductor_options, partitioner)
+    except RematError as error:
+        if spare is None:
+            raise
+        warnings.warn(f"remat compiles as plain Inductor would: {error}", stacklevel=2)
+        record_fallback(str(error))
+        return torch_private.compile_plain_inductor(spare, inputs, inductor_options)
 
 
 def _mode_options(mode: str | None) -> dict[str, object]:

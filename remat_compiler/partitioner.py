@@ -1,7 +1,7 @@
 """The partitioner: one joint graph in, its forward and backward out. This is the table of contents of remat.
 
 Inductor calls it through ``config.custom_partitioner_fn``, after its own passes on the joint graph; the eager lowering
-calls it through AOTAutograd. Each line of ``_plan`` is one stage in ``remat_passes`` that returns a new frozen value.
+calls it through AOTAutograd. Each line of ``_decide`` is one stage in ``remat_passes`` that returns a new frozen value.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import fx
 import remat_passes
 from remat_passes.cost import price
 from remat_passes.device import DeviceSpec
-from remat_passes.errors import RematError
 from remat_passes.joint import JointGraph, capture
 from remat_passes.legality import classify
 from remat_passes.memory import MemoryModel
@@ -44,6 +42,7 @@ class Decided:
     choice: Choice
     order: Schedule
     plan: RematPlan
+    joint_text: str
 
 
 class RematPartitioner(torch_private.CustomPartitionerFn):
@@ -65,20 +64,12 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         """Partition one joint graph (torch's ``CustomPartitionerFn`` interface)."""
         static = list(static_lifetime_input_indices or [])
         torch_private.prepare_joint_module(gm)
-        try:
-            decided = self._decide(gm, num_fwd_outputs, static)
-        except RematError as error:
-            if self.options.fallback != "inductor":
-                raise
-            warnings.warn(f"remat compiles as plain Inductor would: {error}", stacklevel=2)
-            return torch_private.default_partition(
-                gm,
-                joint_inputs,
-                num_fwd_outputs=num_fwd_outputs,
-                static_lifetime_input_indices=static,
-                **keywords,
-            )
-        return _act(gm, decided, num_fwd_outputs)
+        decided = self._decide(gm, num_fwd_outputs, static)
+        forward, backward = _act(gm, decided, num_fwd_outputs)
+        if self.options.dump_dir is not None:
+            texts = {"joint": decided.joint_text, "forward": str(forward.graph), "backward": str(backward.graph)}
+            write_plan_files(self.options.dump_dir, decided.plan, texts)
+        return forward, backward
 
     def uuid(self) -> str:
         """Inductor's cache key: all that a plan depends on."""
@@ -99,9 +90,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         plan = write_plan(joint, permissions, costs, model, self.spec, choice, _setting(self.options, joint, budget))
 
         record(plan, time.perf_counter() - start)
-        if self.options.dump_dir is not None:
-            write_plan_files(self.options.dump_dir, plan, {"joint": str(gm.graph)})
-        return Decided(joint, choice, schedule(joint, choice.chosen.cut), plan)
+        return Decided(joint, choice, schedule(joint, choice.chosen.cut), plan, str(gm.graph))
 
 
 def _budget_bytes(options: Options, joint: JointGraph, model: MemoryModel, inductor_peak_bytes: int) -> int | None:

@@ -22,6 +22,7 @@ class Entry:
 
 
 _entries: list[Entry] = []
+_fallbacks: list[str] = []
 _lock = threading.Lock()
 
 
@@ -41,6 +42,18 @@ def record(plan: RematPlan, planning_seconds: float) -> None:
     """Keep a plan for ``remat_compiler.plans()``."""
     with _lock:
         _entries.append(Entry(plan, planning_seconds))
+
+
+def record_fallback(reason: str) -> None:
+    """Keep why a graph was compiled as plain Inductor would."""
+    with _lock:
+        _fallbacks.append(reason)
+
+
+def fallbacks() -> tuple[str, ...]:
+    """Why graphs of this process were compiled as plain Inductor would, one sentence each."""
+    with _lock:
+        return tuple(_fallbacks)
 
 
 def write_plan_files(folder: Path, plan: RematPlan, graphs: dict[str, str]) -> None:

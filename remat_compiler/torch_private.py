@@ -83,6 +83,14 @@ def compile_plain_inductor(
     return compile_fx(module, list(inputs), config_patches=dict(options))  # type: ignore[return-value]
 
 
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with a graph of its own: a compile takes the one that it is given apart."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    _copy_output_metadata(module.graph, graph)
+    return fx.GraphModule(module, graph)
+
+
 def compile_with_aot_autograd(
     module: fx.GraphModule, inputs: Sequence[Any], partitioner: CustomPartitionerFn
 ) -> Callable[..., Any]:
@@ -123,23 +131,11 @@ def pinned_to_backward(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(node for node in graph.nodes if partitioners._must_be_in_backward(node))
 
 
-def default_partition(
-    joint_module: fx.GraphModule, inputs: Sequence[Any], **keywords: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch's own partition, for graphs without anything to decide."""
-    return partitioners.min_cut_rematerialization_partition(joint_module, inputs, **keywords)
-
-
 def inductor_saved_names(
     joint_module: fx.GraphModule, num_fwd_outputs: int, static_lifetime_input_indices: Sequence[int]
 ) -> frozenset[str]:
     """The values that plain Inductor would save: its partitioner run on a copy, its answer read back."""
-    graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(joint_module.graph, copied)
-    graph.output(output)
-    _copy_output_metadata(joint_module.graph, graph)
-    copy = fx.GraphModule(joint_module, graph)
+    copy = copy_of(joint_module)
     for node in copy.graph.nodes:
         node.meta = dict(node.meta)
     forward, _backward = partitioners.min_cut_rematerialization_partition(

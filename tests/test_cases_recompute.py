@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import os
 import re
 import subprocess
@@ -491,6 +492,23 @@ def recomputed(graphs: tuple[fx.Graph, fx.Graph], op: Any) -> int:
     return backward - 2 * forward if op is MM else backward
 
 
+def handed_over(forward: fx.Graph, num_outputs: int = 1) -> set[fx.Node]:
+    """What forward gives to backward on top of inputs and of what it returns anyway."""
+    (output,) = forward.find_nodes(op="output")
+    flat = [node for node in output.args[0] if isinstance(node, fx.Node)]
+    return {node for node in flat[num_outputs:] if node.op != "placeholder"} - set(flat[:num_outputs])
+
+
+def origin(node: fx.Node) -> Any:
+    """The op that made a value, seen through the parts of a result and through a call with a saved generator state."""
+    while node.target is operator.getitem:
+        source, part = node.args
+        if "save_rng_state" in str(source.target) and part == 0:
+            return source.target  # the state itself
+        node = source
+    return next((entry for entry in node.args if isinstance(entry, torch._ops.OpOverload)), node.target)
+
+
 def entries(plan: RematPlan, op: Any) -> list[ValuePlan]:
     return [value for value in plan.values if value.op == str(op)]
 
@@ -507,10 +525,14 @@ def test_r4_must_save_holds_at_every_budget(marked: str, partitions: Graphs) -> 
 @pytest.mark.parametrize("marked", MARKED)
 def test_r4_must_recompute_holds_at_every_budget(marked: str, partitions: Graphs) -> None:
     [op] = MARKED[marked]
-    runs = check_at_budgets(marked_blocks(marking((op,), CheckpointPolicy.MUST_RECOMPUTE)))
+    # The rest is not marked to be recomputed, as it is in a plain region: that alone would drop the marked values too.
+    policy = marking((op,), CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_SAVE)
+    runs = check_at_budgets(marked_blocks(policy))
 
     # Where memory is no object, backward may get the cosine of a marked value instead: that is not marked.
     assert recomputed(partitions[-1], op) >= 3
+    for forward, _ in partitions:
+        assert op not in {origin(node) for node in handed_over(forward)}
     for run in runs:
         assert {value.decision for value in entries(run.plan, op)} <= {"recompute"}
 
@@ -524,6 +546,7 @@ def test_r4_without_a_mark_the_budgets_decide(marked: str, partitions: Graphs) -
     again = [recomputed(graphs, op) for graphs in partitions]
     assert max(again) > 0
     assert op is SIN or min(again) < 4
+    assert op is SIN or any(op in {origin(node) for node in handed_over(forward)} for forward, _ in partitions)
 
 
 def test_r4_plain_checkpoint_regions_are_recomputed_where_it_pays() -> None:
@@ -533,7 +556,7 @@ def test_r4_plain_checkpoint_regions_are_recomputed_where_it_pays() -> None:
 
 
 SAVE_PRODUCTS = marking((MM, ATTENTION), CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
-RECOMPUTE_PRODUCTS = marking((MM, ATTENTION), CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE)
+RECOMPUTE_PRODUCTS = marking((MM, ATTENTION), CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_SAVE)
 MARKS_ON_ALL: dict[str, Policy] = {
     "save all": everything(CheckpointPolicy.MUST_SAVE),
     "recompute all": everything(CheckpointPolicy.MUST_RECOMPUTE),
@@ -723,6 +746,17 @@ def test_r12_what_a_custom_op_returns_is_saved_unless_marked() -> None:
     assert calls_a_step(everything(CheckpointPolicy.MUST_RECOMPUTE)) == 2
 
 
+def test_r4_contradicting_marks_are_refused_by_op_line_and_both_rules() -> None:
+    """A view and what it shows are one storage, which cannot be saved and recomputed at once."""
+    contradiction = marking((ATTENTION,), CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE)
+
+    text = str(refusal(marked_blocks(contradiction)))
+
+    assert "MUST_SAVE" in text
+    assert "MUST_RECOMPUTE" in text
+    assert re.search(r"test_cases_recompute\.py:\d+", text)
+
+
 # -- R8: weights cast to bf16 ----------------------------------------------------------------------------------------
 
 HIDDEN = 24
@@ -825,12 +859,8 @@ def tiny_values(m: nn.Module, x: Tensor, nothing: Tensor) -> Tensor:
     return x.sum() + nothing.sum()
 
 
-def bytes_handed_over(forward: fx.Graph, num_outputs: int) -> int:
-    """What forward gives to backward on top of inputs and of what it returns anyway; each storage once."""
-    (output,) = forward.find_nodes(op="output")
-    flat = [node for node in output.args[0] if isinstance(node, fx.Node)]
-    handed = {node for node in flat[num_outputs:] if node.op != "placeholder"} - set(flat[:num_outputs])
-    tensors = [node.meta["val"] for node in handed if isinstance(node.meta["val"], Tensor)]
+def bytes_handed_over(forward: fx.Graph) -> int:
+    tensors = [node.meta["val"] for node in handed_over(forward) if isinstance(node.meta["val"], Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -844,7 +874,7 @@ def test_r11_tiny_values_add_up_to_the_byte(partitions: Graphs) -> None:
     assert len({run.plan.saved_bytes for run in runs}) > 1
     for run, (forward, _) in zip(runs, partitions, strict=True):
         saved = sum(value.bytes for value in run.plan.values if value.decision == "save")
-        assert run.plan.saved_bytes == saved == bytes_handed_over(forward, num_outputs=1)
+        assert run.plan.saved_bytes == saved == bytes_handed_over(forward)
 
 
 def test_r11_one_byte_less_than_the_smallest_is_refused() -> None:

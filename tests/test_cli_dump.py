@@ -68,7 +68,8 @@ def test_the_headline_of_a_plan_without_budget_recompute_or_bound(tmp_path: Path
 
     text = dumped(write_plan(tmp_path, sample))
 
-    assert "  budget                none  no limit was set, so this is the fastest plan\n" in text
+    meaning = "no limit was set: the smallest of the fastest plans"
+    assert f"  budget                none  {meaning}\n" in text
     assert "  projected peak   240.0 MiB  plain Inductor's is not known\n" in text
     assert "  saved                128 B  1 value kept from forward to backward\n" in text
     assert "  recompute           0.0 us  nothing is computed twice\n" in text

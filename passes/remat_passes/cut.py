@@ -9,9 +9,8 @@ not redone; both are submodular, so the optimum is a minimum cut with two flow n
     (3) redo(v) -> sink         recompute(v)  infinite when v may not be recomputed
     (4) redo(v) -> need(u)      infinite      for each input u of v
 
-One boolean a value cannot price "saved" apart from "not needed", which is why torch/_functorch/partitioners.py has no
-price for recomputing and bans it by rule instead. Capacities are integers, because a float flow can return a partition
-that is not the cut.
+torch/_functorch/partitioners.py builds the same pair of flow nodes without (3): recomputing has no price there and is
+banned by rule instead. Capacities are integers, because a float flow can return a partition that is not the cut.
 
 Kolmogorov, Zabih: What energy functions can be minimized via graph cuts? (PAMI 26(2), 2004).
 """
@@ -109,8 +108,8 @@ class Network:
     """The flow network of one problem: built once, solved at many prices.
 
     Only values that backward can come to need take part. A value that may not be saved takes one flow node for both of
-    its booleans; a view takes the node of what it shows; a value that only one recomputation reads is needed exactly
-    when that one happens and takes its node. No cut changes, and most flow nodes go.
+    its booleans, and one that only a single recomputation reads takes the node of that one. No cut changes, and most
+    flow nodes go.
     """
 
     def __init__(self, problem: CutProblem) -> None:

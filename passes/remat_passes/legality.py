@@ -90,6 +90,14 @@ def _constant(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
     return "a constant of the module, there in both graphs" if node.op == "get_attr" else None
 
 
+def _cast_of_parameter(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
+    """A copy as large as the parameter, for one read of it."""
+    is_cast = op_name(node) in ("convert_element_type", "_to_copy", "to")
+    if not is_cast or joint.values[value.inputs[0]].base not in (joint.static_inputs or joint.trained_inputs):
+        return None
+    return "a cast of a parameter: backward casts it again"
+
+
 def _float_symbol(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
     unsavable = isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymBool, float, bool))
     return "a symbolic float or condition; only sizes can be handed to backward" if unsavable else None
@@ -108,14 +116,13 @@ def _is_input(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
 
 
 def _marked_save(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
-    """A view has nothing to save; its mark binds what it shows."""
+    """A view has nothing to save: its mark binds what it shows."""
     if value.base != value.index:
         return None
-    marked = [value, *(v for v in joint.views.get(value.index, ()))]
-    found = next((v for v in marked if v.policy is Policy.MUST_SAVE), None)
-    if found is None:
-        return None
-    return "the user's policy says MUST_SAVE" + (f" for its view {found.name}" if found is not value else "")
+    if value.policy is Policy.MUST_SAVE:
+        return "the user's policy says MUST_SAVE"
+    view = next((view for view in joint.views.get(value.index, ()) if view.policy is Policy.MUST_SAVE), None)
+    return f"the user's policy says MUST_SAVE for its view {view.name}" if view is not None else None
 
 
 def _collective(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
@@ -152,5 +159,13 @@ def _opaque(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
     return f"{op_name(node)} runs a graph of its own: what it does besides its result is not known"
 
 
-NO_SAVE: tuple[Rule, ...] = (_marked_recompute, _no_result, _several_outputs, _is_view, _constant, _float_symbol)
+NO_SAVE: tuple[Rule, ...] = (
+    _marked_recompute,
+    _no_result,
+    _several_outputs,
+    _is_view,
+    _constant,
+    _cast_of_parameter,
+    _float_symbol,
+)
 NO_RECOMPUTE: tuple[Rule, ...] = (_is_input, _marked_save, _collective, _changes_state, _draws, _effectful, _opaque)

@@ -33,8 +33,8 @@ from .schedule import Schedule, schedule
 # (torch/_inductor/config.py, ``realize_reads_threshold``).
 REALIZE_READS = 4
 
-# Inductor does not fuse ops that lie further apart than this (torch/_inductor/scheduler.py,
-# ``are_long_distant_nodes``).
+# How many kernels are searched for a dependency before a fusion is taken to be impossible. It bounds the work of a
+# replay; Inductor gives up on distant fusions as well (torch/_inductor/scheduler.py, ``are_long_distant_nodes``).
 FUSION_DISTANCE = 64
 
 # What the allocator rounds a block up to: CPU hands out what was asked for (c10/core/CPUAllocator.cpp counts the bytes

@@ -94,27 +94,36 @@ def search(
         CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
     """
     reserve = RESERVE if model.fuses else Fraction(0)
-    limit = inductor.projection.peak_bytes if budget_bytes is None else int(budget_bytes / (1 + reserve))
-    limit = min(limit, inductor.projection.peak_bytes) if inductor.is_legal else limit  # never worse than Inductor
+    limit = _limit_bytes(inductor, budget_bytes, reserve)
     main = sweep(problem, MAX_CUTS, sum(value.bytes for value in problem) // BYTE_STEPS)
     considered = _Considered(model, limit, [Candidate(cut, model.project(cut)) for cut in main.vertices])
     considered.add([inductor] if inductor.is_legal else [])
-    if budget_bytes is None:
-        fastest_ps = main.vertices[0].time_ps
-        deadline_ps = fastest_ps + round(TIME_RESOLUTION * (fixed_ps + fastest_ps))
-        considered.add_within(_between_all(problem, main), deadline_ps)
-        within = considered.smallest_within(deadline_ps)
-        chosen: Candidate | None = within or considered.best() or considered.smallest()
-    else:
-        considered.add_lazily(_between_all(problem, main))
-        for kept in _boundary_sets(joint):
-            _consider_kept(problem, kept, considered)
-        chosen = considered.best()
+    between_vertices = _between_all(problem, main)
+    considered.add_lazily(between_vertices)
+    for kept in _boundary_sets(joint):
+        _consider_kept(problem, kept, considered)
+    chosen = considered.best()
+    if chosen is not None and budget_bytes is None:
+        chosen = considered.smallest_within(chosen.cut.time_ps + _resolution_ps(chosen, fixed_ps), between_vertices)
+    chosen = chosen or (considered.smallest() if budget_bytes is None else None)
     if chosen is None:
         raise BudgetInfeasibleError(_infeasible(budget_bytes or limit, considered.smallest(), model, reserve))
-    bound = main.lower_bound_ps(max(0, limit - model.baseline_bytes))
+    bound = main.lower_bound_ps(max(0, (budget_bytes or limit) - model.baseline_bytes))
     bound = chosen.cut.time_ps if bound is None else min(bound, chosen.cut.time_ps)
     return Choice(chosen, inductor, considered.frontier(), bound)
+
+
+def _limit_bytes(inductor: Candidate, budget_bytes: int | None, reserve: Fraction) -> int:
+    """The highest projected peak that is accepted: what the budget leaves, and never more than plain Inductor needs."""
+    most = inductor.projection.peak_bytes
+    if budget_bytes is None or (inductor.is_legal and budget_bytes >= most):
+        return most
+    return int(budget_bytes / (1 + reserve))
+
+
+def _resolution_ps(candidate: Candidate, fixed_ps: int) -> int:
+    """The difference in time that the cost model does not resolve, for a step as long as this candidate's."""
+    return round(TIME_RESOLUTION * (fixed_ps + candidate.cut.time_ps))
 
 
 class _Considered:
@@ -143,24 +152,24 @@ class _Considered:
                 self.unprojected.extend(fastest_first[position + 1 :])
                 return
 
-    def add_within(self, cuts: Iterable[Cut], deadline_ps: int) -> None:
-        """Project the cuts that are fast enough and could have a lower peak than any so far: all saved bytes are alive
-        when backward starts."""
-        for cut in sorted(cuts, key=lambda cut: cut.saved_bytes):
-            lowest = self.smallest_within(deadline_ps)
-            floor_bytes = self.model.baseline_bytes + cut.saved_bytes
-            if cut.time_ps <= deadline_ps and (lowest is None or floor_bytes < lowest.projection.peak_bytes):
-                self.projected.append(Candidate(cut, self.model.project(cut)))
-
     def best(self) -> Candidate | None:
         """The fastest candidate that fits; among equals the one that was considered first."""
         fitting = [c for c in self.projected if c.projection.peak_bytes <= self.limit_bytes]
         return min(fitting, key=lambda c: (c.cut.time_ps, c.cut.saved_bytes), default=None)
 
-    def smallest_within(self, deadline_ps: int) -> Candidate | None:
-        """The lowest peak among the candidates that fit and take no longer than ``deadline_ps``."""
-        fitting = [c for c in self.projected if c.cut.time_ps <= deadline_ps]
-        fitting = [c for c in fitting if c.projection.peak_bytes <= self.limit_bytes]
+    def smallest_within(self, deadline_ps: int, cuts: Iterable[Cut]) -> Candidate | None:
+        """The lowest peak of all that is no slower than ``deadline_ps``, ``cuts`` among them; those that cannot have it
+        are not projected, because all that is saved is alive when backward starts."""
+        lowest = self._lowest([c for c in self.projected if c.cut.time_ps <= deadline_ps])
+        for cut in sorted(cuts, key=lambda cut: cut.saved_bytes):
+            floor_bytes = self.model.baseline_bytes + cut.saved_bytes
+            if cut.time_ps <= deadline_ps and (lowest is None or floor_bytes < lowest.projection.peak_bytes):
+                self.projected.append(Candidate(cut, self.model.project(cut)))
+                lowest = self._lowest([self.projected[-1], *([lowest] if lowest else [])])
+        return lowest
+
+    def _lowest(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        fitting = [c for c in candidates if c.projection.peak_bytes <= self.limit_bytes]
         return min(fitting, key=lambda c: (c.projection.peak_bytes, c.cut.time_ps), default=None)
 
     def smallest(self) -> Candidate:

@@ -51,7 +51,9 @@ def main() -> None:
 
 @main.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("--budget", metavar="SIZE", help="Peak memory of a step: 8GiB, 512MiB, 60% (of Inductor's) or auto.")
-@click.option("--microbatches", metavar="N", help="Slices that the batch runs in: a whole number or auto.")
+@click.option(
+    "--microbatches", metavar="N", help="Slices that the batch runs in: 1 or auto, which means 1 in this version."
+)
 @click.option("--dump-dir", metavar="DIR", help="Folder to write the plans to, for 'remat dump', 'explain' and 'diff'.")
 @click.option("--format", "form", type=TEXT_OR_JSON, default="text", help="How to print the plans.  [default: text]")
 @click.argument("script", metavar="TRAIN.py")

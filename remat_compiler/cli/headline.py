@@ -69,7 +69,7 @@ def _budget(plan: RematPlan) -> str:
 
 def _room(plan: RematPlan) -> str:
     if plan.budget_bytes is None:
-        return "no limit was set, so this is the fastest plan"
+        return "no limit was set: the smallest of the fastest plans"
     left = plan.budget_bytes - plan.projected_peak_bytes
     return f"{format_bytes(left)} of it stay unused" if left >= 0 else f"exceeded by {format_bytes(-left)}"
 

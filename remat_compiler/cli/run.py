@@ -62,7 +62,10 @@ def run_training(script: str, arguments: Sequence[str], settings: Settings, form
     stdout, stderr = sys.stdout, sys.stderr  # the script may replace them
     ending = run_script(script, arguments)
     plans = remat_compiler.plans()
-    if not plans and not ending.raised:
+    fallbacks = remat_compiler.fallbacks()
+    for reason in fallbacks:
+        write(f"remat compiled a graph as plain Inductor would: {reason}\n", stderr)
+    if not plans and not fallbacks and not ending.raised:
         write(_no_plan(script), stderr)
     if form == "json":
         write(plans_json(plans), stdout)
@@ -87,6 +90,10 @@ def check_settings(settings: Settings) -> None:
     if num is not None and num != "auto" and not (num.isascii() and num.isdigit() and int(num) >= 1):
         raise WrongUse(
             f"--microbatches {num!r} is no number of micro-batches: write a whole number above zero, or auto."
+        )
+    if num is not None and num != "auto" and int(num) > 1:
+        raise WrongUse(
+            f"--microbatches {num}: this version of remat does not split the batch yet. Leave it at 1 or auto."
         )
 
 
