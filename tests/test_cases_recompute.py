@@ -729,12 +729,17 @@ def test_r12_what_a_custom_op_returns_is_saved_unless_marked() -> None:
     op.register_fake(torch.empty_like)
     op.register_autograd(lambda context, grad: grad * 2)
 
-    def step(m: nn.Module, x: Tensor, policy: Policy | None) -> Tensor:
-        return region(policy, lambda x: torch.sin(op(torch.sin(x @ m.weight)) * m.weight[0]), x).sum()
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        for _ in range(6):
+            x = torch.sin(op(torch.sin(x)) * weight)
+        return x
 
-    def calls_a_step(policy: Policy | None) -> int:
+    def step(m: nn.Module, x: Tensor, policy: Policy) -> Tensor:
+        return region(policy, block, x, m.weight).sum()
+
+    def calls_a_step(policy: Policy) -> int:
         program = Program(
-            lambda: Lambda(lambda m, x: step(m, x, policy), weight=rows(WIDTH, WIDTH)), lambda: (rows(64, WIDTH),)
+            lambda: Lambda(lambda m, x: step(m, x, policy), weight=rows(WIDTH)), lambda: (rows(64, WIDTH),)
         )
         budget = smallest_peak(program)
         run = run_at(program, budget, num_steps=1)
@@ -742,8 +747,8 @@ def test_r12_what_a_custom_op_returns_is_saved_unless_marked() -> None:
         assert_same(run_at(program, budget, num_steps=1).outcomes[0], run.outcomes[0])
         return len(calls)
 
-    assert calls_a_step(None) == 1
-    assert calls_a_step(everything(CheckpointPolicy.MUST_RECOMPUTE)) == 2
+    assert calls_a_step(everything(CheckpointPolicy.PREFER_SAVE)) == 6
+    assert calls_a_step(everything(CheckpointPolicy.MUST_RECOMPUTE)) > 6
 
 
 def test_r4_contradicting_marks_are_refused_by_op_line_and_both_rules() -> None:
@@ -801,12 +806,11 @@ def copies_of_weights(plan: RematPlan) -> list[ValuePlan]:
     [(cast_by_autocast, torch.float32), (cast_by_hand, torch.float32), (cast_up, torch.bfloat16)],
 )
 def test_r8_no_cast_of_a_weight_is_saved(step: Callable[..., Tensor], stored: torch.dtype) -> None:
-    """A budget above what plain Inductor needs may be spent on them: that is faster."""
     program = Program(lambda: mlp(step, stored), lambda: (rows(96, WIDTH),), dtype=None)
     expected = run_eager(program)[0]
     smallest = smallest_peak(program)
     free = run_at(program, None, num_steps=1)
-    budgets = budgets_between(free.plan.inductor_peak_bytes, smallest, 3)
+    budgets = budgets_between(free.plan.inductor_peak_bytes, smallest, 6)
 
     for run in (free, *(run_at(program, budget, num_steps=1) for budget in budgets)):
         assert copies_of_weights(run.plan) == [], run.budget_bytes
