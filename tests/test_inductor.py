@@ -11,16 +11,20 @@ import pytest
 import torch
 from conftest import device_spec_file
 from oracle import (
+    Lambda,
     Program,
     assert_same,
     budgets_between,
     compiled,
     installed_backend,
     relative_error,
+    rows,
     run_eager,
     run_steps,
     smallest_peak,
 )
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import remat_compiler
 from benchmarks.models import GPTShape, build_gpt, random_batch
@@ -47,9 +51,9 @@ def gpt(dtype: torch.dtype = torch.float32) -> Program:
     return Program(lambda: build_gpt(SHAPE, seed=0), lambda: random_batch(SHAPE, seed=1), dtype)
 
 
-def measured(name: str, make: Callable[[torch.nn.Module], Callable[..., Any]]) -> Step:
+def measured(name: str, make: Callable[[nn.Module], Callable[..., Any]], program: Program | None = None) -> Step:
     """Compile, take the gradients, then measure a step of its own."""
-    program = gpt()
+    program = program or gpt()
     module = program.module()
     before = len(remat_compiler.plans())
     call = make(module)
@@ -60,11 +64,17 @@ def measured(name: str, make: Callable[[torch.nn.Module], Callable[..., Any]]) -
     baseline_bytes = plan.baseline_bytes if plan else tensor_bytes(module, arguments)
     for parameter in module.parameters():
         parameter.grad = None
-    memory = measure_peak(lambda: call(*arguments).backward(), baseline_bytes=baseline_bytes)
+
+    def step() -> None:
+        with program.precision():
+            loss = call(*arguments)
+        loss.backward()
+
+    memory = measure_peak(step, baseline_bytes=baseline_bytes)
     return Step(name, dict(outcome.gradients), memory, plan)
 
 
-def plain_inductor(module: torch.nn.Module) -> Callable[..., Any]:
+def plain_inductor(module: nn.Module) -> Callable[..., Any]:
     torch._dynamo.reset()
     return torch.compile(module)
 
@@ -146,11 +156,62 @@ def test_the_baseline_is_what_is_there_before_the_step(steps: dict[str, Step]) -
     assert plan.baseline_bytes == tensor_bytes(gpt().module(), gpt().arguments())
 
 
+def layers(*parts: nn.Module) -> nn.Module:
+    return Lambda(lambda m, x: m.stack(x).float().square().mean(), stack=nn.Sequential(*parts))
+
+
+def convolutions() -> nn.Module:
+    blocks = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
+    return layers(*(part for block in blocks for part in block))
+
+
+def narrow_layers(count: int) -> nn.Module:
+    blocks = [(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(count)]
+    return layers(*(part for block in blocks for part in block))
+
+
+class Checkpointed(nn.Module):
+    """Two regions of the user's program that hold six layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = narrow_layers(3).stack, narrow_layers(3).stack
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for region in (self.first, self.second):
+            x = checkpoint(region, x, use_reentrant=False, context_fn=recompute_all)
+        return x.square().mean()
+
+
+def recompute_all() -> Any:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+
+
+OTHER_MODELS: dict[str, Program] = {
+    "convolutions": Program(convolutions, lambda: (rows(16, 8, 16, 16),), torch.float32),
+    "autocast": Program(lambda: narrow_layers(6), lambda: (rows(1024, 64),), torch.float32, torch.bfloat16),
+    "regions": Program(Checkpointed, lambda: (rows(1024, 64),), torch.float32),
+}
+
+
+@pytest.mark.parametrize("model", OTHER_MODELS)
+def test_other_models_stay_within_the_smallest_budget_and_below_plain_inductor(
+    model: str, fresh_compiler: None
+) -> None:
+    program = OTHER_MODELS[model]
+    budget = smallest_peak(program, lowering="inductor")
+    tight = measured("tight", functools.partial(compiled, lowering="inductor", memory_budget=budget), program)
+    plain = measured("plain", plain_inductor, program)
+
+    assert tight.memory.peak_bytes <= plain.memory.peak_bytes
+    assert tight.memory.peak_bytes <= budget
+
+
 def test_symbolic_sizes_under_the_smallest_budget(fresh_compiler: None) -> None:
     """Planned for one batch, right for every other."""
 
-    def build() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
 
     def of_batch(size: int) -> Program:
         return Program(build, lambda: (torch.randn(size, 8, requires_grad=True),))

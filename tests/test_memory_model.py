@@ -131,8 +131,14 @@ def softmax() -> JointGraph:
 
 
 def test_what_no_reader_outside_its_kernel_wants_is_never_allocated() -> None:
-    (instant,) = project(softmax(), fuses=True).timeline
+    (instant,) = project(replace(softmax(), device_type="cuda"), fuses=True).timeline
     assert instant.bytes == 2 * KIB
+
+
+def test_on_cpu_what_needs_a_reduction_runs_in_a_loop_of_its_own() -> None:
+    """The largest, then the sum of exponentials that are computed on the fly, then the result: 64 bytes a column."""
+    timeline = project(softmax(), fuses=True).timeline
+    assert [instant.bytes for instant in timeline] == [KIB + 64, KIB + 128, 2 * KIB + 128]
 
 
 def test_unfused_softmax_writes_every_step() -> None:

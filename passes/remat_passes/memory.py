@@ -8,8 +8,8 @@ is estimated). Under Inductor, work is replayed by kernel:
     compute it on the fly and keep *its operands* alive instead;
 (2) written results that no reader outside their kernel asks for are never allocated;
 (3) a kernel's results are allocated before its last operands are freed, except that a pointwise result takes over the
-    storage of an operand of the same size that dies there and that no other op of the kernel reads
-    (torch/_inductor/scheduler.py, ``decide_inplace_update``);
+    storage of an operand of the same size that dies there and that the kernel reads for nothing else but what the
+    result is computed from (torch/_inductor/scheduler.py, ``decide_inplace_update``);
 (4) sums over the first axis that share a large operand run as one kernel, where the last of them can run;
 (5) a convolution reads a channels-last copy of a concatenation.
 
@@ -120,6 +120,12 @@ class MemoryModel:
             v.index for v in self.joint.values if v.kind is OpKind.REDUCTION and reduces_outer(nodes[v.index])
         )
 
+    @property
+    def splits_reductions(self) -> bool:
+        """Whether what needs the result of a reduction runs in a loop of its own, as in Inductor's C++ kernels
+        (torch/_inductor/codegen/cpp.py, ``can_fuse_vertical``); GPU kernels hold a row in registers."""
+        return self.joint.device_type == "cpu"
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The op of each value, without namespace and overload."""
@@ -214,6 +220,7 @@ class _Replay:
         self.kernels: list[_Kernel] = []
         self.kernel_of: dict[int, int] = {}
         self.leaves: dict[int, tuple[int, ...]] = {}
+        self.made_from: dict[int, set[int]] = {}  # what a result is computed from inside of its kernel
         self.read_by: dict[int, list[int]] = defaultdict(list)  # the kernels that read each storage
 
     def run(self) -> tuple[int, set[int], bool]:
@@ -272,6 +279,8 @@ class _Replay:
         kernel = self.kernels[place]
         kernel.domains.update((domain, self.model.elements[index]))
         kernel.after |= after - {place}
+        made_here = {self._owner(leaf) for leaf in leaves if self.kernel_of.get(leaf) == place}
+        self.made_from[index] = made_here.union(*(self.made_from[op] for op in made_here))
         for leaf in leaves:
             kernel.reads.setdefault(leaf, []).append(index)
             self.read_by[leaf].append(place)
@@ -294,6 +303,11 @@ class _Replay:
                 self.kernel_of[copy] = producer
             self.kernels[place].reads.setdefault(copy, []).append(place)
 
+    def _owner(self, index: int) -> int:
+        """The op that writes a storage: a part is written by the op that it is a part of."""
+        value = self.model.joint.values[index]
+        return value.inputs[0] if value.kind is OpKind.PART else index
+
     def _size(self, index: int) -> int:
         """Bytes of a storage; a copy's are those of what it copies."""
         return self.model.sizes[index if index >= 0 else -1 - index]
@@ -307,9 +321,14 @@ class _Replay:
         for place in candidates:
             kernel = self.kernels[place]
             fits = kernel.fuses and kernel.is_sums == is_sum and domain in kernel.domains
+            fits = fits and not (self.model.splits_reductions and self._needs_reduction_of(place, leaves))
             if fits and not self._runs_before_any(place, after - {place}):
                 return place
         return None
+
+    def _needs_reduction_of(self, place: int, leaves: Sequence[int]) -> bool:
+        kinds = self.model.kinds
+        return any(kinds[self._owner(leaf)] is OpKind.REDUCTION for leaf in leaves if self.kernel_of.get(leaf) == place)
 
     def _runs_before_any(self, place: int, others: set[int]) -> bool:
         """Whether one of the other kernels needs a result of this one; too long a search counts as yes."""
@@ -386,7 +405,8 @@ class _Replay:
                 continue
             for operand in dying:
                 same = self._size(operand) == self._size(result)
-                if same and operand not in taken and kernel.reads[operand] == [result]:
+                others = set(kernel.reads[operand]) - self.made_from[result] - {result}
+                if same and operand not in taken and not others and result in kernel.reads[operand]:
                     taken.add(operand)
                     break
         return taken
