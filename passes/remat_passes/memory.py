@@ -71,6 +71,7 @@ class _Kernel:
     lead: int  # the first op
     fuses: bool
     is_sums: bool = False  # of reductions over the first axis
+    reduces: bool = False  # holds a reduction: pointwise work rather joins a kernel of its kind
     domains: set[int] = field(default_factory=set)  # sizes of its loops
     results: list[int] = field(default_factory=list)
     reads: dict[int, list[int]] = field(default_factory=dict)  # which of its ops read each operand
@@ -277,6 +278,7 @@ class _Replay:
             place = len(self.kernels)
             self.kernels.append(_Kernel(lead=index, fuses=fuses, is_sums=is_sum))
         kernel = self.kernels[place]
+        kernel.reduces = kernel.reduces or self.model.kinds[index] is OpKind.REDUCTION
         kernel.domains.update((domain, self.model.elements[index]))
         kernel.after |= after - {place}
         made_here = {self._owner(leaf) for leaf in leaves if self.kernel_of.get(leaf) == place}
@@ -317,7 +319,8 @@ class _Replay:
         any of the others; the loops must be of one size. (4) Sums over the first axis fuse with one another only."""
         large = [leaf for leaf in leaves if self.model.elements[leaf] == domain]
         candidates = [] if is_sum or not after else [max(after)]
-        candidates += sorted({place for leaf in large for place in self.read_by[leaf]} - after)
+        sharing = {place for leaf in large for place in self.read_by[leaf]} - after
+        candidates += sorted(sharing, key=lambda place: (self.kernels[place].reduces, place))
         for place in candidates:
             kernel = self.kernels[place]
             fits = kernel.fuses and kernel.is_sums == is_sum and domain in kernel.domains
