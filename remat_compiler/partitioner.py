@@ -20,7 +20,7 @@ from torch import fx
 import remat_passes
 from remat_passes.cost import price
 from remat_passes.device import DeviceSpec
-from remat_passes.joint import JointGraph, capture
+from remat_passes.joint import JointGraph, Side, capture
 from remat_passes.legality import classify
 from remat_passes.memory import MemoryModel
 from remat_passes.ops import written_operands
@@ -147,15 +147,32 @@ def _source_hash() -> str:
 def _act(gm: fx.GraphModule, decided: Decided, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two modules that hand over exactly what the plan saves, in the order that the plan was projected for."""
     joint, cut = decided.joint, decided.choice.chosen.cut
-    saved = [
-        _copied_before_change(gm.graph, joint.nodes[i]) if i in joint.mutated_inputs else joint.nodes[i]
-        for i in sorted(cut.saved)
-    ]
+    saved = [joint.nodes[i] for i in sorted(cut.saved) if i not in joint.mutated_inputs]
+    for source in (joint.nodes[i] for i in sorted(cut.saved & joint.mutated_inputs)):
+        saved.append(_copied_before_change(gm.graph, source))
+        if any(i in joint.backward_values for i in _writers(joint, source)):
+            saved.append(source)  # backward changes it as well, and the change is to reach the caller
     recomputed = frozenset(joint.nodes[i] for i in cut.redo)
     static = [joint.nodes[i] for i in sorted(joint.static_inputs)]
     forward, backward = torch_private.extract_modules(gm, saved, recomputed, num_fwd_outputs, static)
+    _check_writes(joint, forward, backward)
     names = [joint.nodes[i].name for i in decided.order.backward]
     return torch_private.thread_random_state(forward, _ordered(backward, names))
+
+
+def _writers(joint: JointGraph, source: fx.Node | None = None) -> list[int]:
+    """The ops that change an input in place: this one, or any."""
+    written = ((i, written_operands(node)) for i, node in enumerate(joint.nodes))
+    return [i for i, operands in written if operands and (source is None or source in operands)]
+
+
+def _check_writes(joint: JointGraph, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Each change in place runs on its own side; an extraction that cannot place one drops it without a word."""
+    sides = {Side.BACKWARD: {node.name for node in backward.graph.nodes}}
+    names = {node.name for node in forward.graph.nodes}
+    for i in _writers(joint):
+        if joint.values[i].name not in sides.get(joint.values[i].side, names):
+            raise AssertionError(f"{joint.values[i].name} ({joint.values[i].source}) changes an input and was lost")
 
 
 def _copied_before_change(graph: fx.Graph, source: fx.Node) -> fx.Node:

@@ -179,7 +179,7 @@ def capture(
         backward_outputs=tuple(position[node] for node in backward_nodes if node is not None),
         static_inputs=frozenset(position[primals[i]] for i in static_input_indices if i < len(primals)),
         trained_inputs=frozenset(position[p] for p, g in zip(primals, backward_nodes, strict=False) if g is not None),
-        mutated_inputs=frozenset(position[node] for node in _mutated(graph, nodes, primals, num_forward_outputs)),
+        mutated_inputs=frozenset(position[node] for node in _mutated(graph, sides, primals, num_forward_outputs)),
         symbols=_symbols(nodes),
         device_type=_device_type(nodes),
     )
@@ -344,10 +344,11 @@ def _policy(node: fx.Node) -> Policy | None:
 
 
 def _mutated(
-    graph: fx.Graph, nodes: Sequence[fx.Node], primals: Sequence[fx.Node], num_forward_outputs: int
+    graph: fx.Graph, sides: dict[fx.Node, Side], primals: Sequence[fx.Node], num_forward_outputs: int
 ) -> set[fx.Node]:
-    """Primals that change in place: by a ``copy_`` in the graph, or by AOTAutograd's copy right after forward."""
-    mutated = {operand for node in nodes for operand in written_operands(node)}
+    """Primals that forward changes in place: by a ``copy_`` in the graph, or by AOTAutograd's copy right after it."""
+    writers = [node for node in sides if sides[node] is not Side.BACKWARD]
+    mutated = {operand for node in writers for operand in written_operands(node)}
     (output,) = graph.find_nodes(op="output")
     by_description = {repr(node.meta["desc"]): node for node in primals if node.meta.get("desc") is not None}
     for description in _flat_descriptions(output)[:num_forward_outputs]:

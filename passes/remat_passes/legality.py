@@ -93,7 +93,11 @@ def _constant(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
 def _cast_of_parameter(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
     """A copy as large as the parameter, for one read of it."""
     is_cast = op_name(node) in ("convert_element_type", "_to_copy", "to")
-    if not is_cast or joint.values[value.inputs[0]].base not in (joint.static_inputs or joint.trained_inputs):
+    if (
+        not is_cast
+        or _marked_save(joint, value, node)
+        or joint.values[value.inputs[0]].base not in (joint.static_inputs or joint.trained_inputs)
+    ):
         return None
     return "a cast of a parameter: backward casts it again"
 

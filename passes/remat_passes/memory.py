@@ -44,6 +44,7 @@ BLOCK_BYTES = {"cpu": 1, "cuda": 512}
 # What ATen's CPU ops allocate besides their results, in multiples of their largest operand or result: ``prims.fma`` is
 # a product and a sum, and oneDNN reorders a convolution's operands (measured in tests/test_memory_model.py).
 EAGER_WORKSPACE = {"fma": 1, "convolution": 1, "convolution_backward": 2}
+PROMOTING = frozenset({"add", "sub", "mul", "div"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,9 +393,19 @@ class _Replay:
 
     def _workspace_bytes(self, kernel: _Kernel) -> int:
         """What an op allocates for itself while it runs as it is; Inductor's kernels do without."""
-        multiple = 0 if self.model.fuses else EAGER_WORKSPACE.get(self.model.names[kernel.lead], 0)
+        if self.model.fuses:
+            return 0
+        multiple = EAGER_WORKSPACE.get(self.model.names[kernel.lead], 0)
         touched = (*kernel.results, *kernel.reads)
-        return multiple * max((self._size(i) for i in touched), default=0) if multiple else 0
+        return multiple * max((self._size(i) for i in touched), default=0) + self._promoted_bytes(kernel.lead)
+
+    def _promoted_bytes(self, index: int) -> int:
+        """The copy that ATen's CPU arithmetic makes of a mask or of integers that it combines with floats."""
+        value = self.model.joint.values[index]
+        if self.model.names[index] not in PROMOTING or not value.is_float or value.dtype is None:
+            return 0
+        operands = (self.model.joint.values[i] for i in value.inputs)
+        return sum(o.numel * value.dtype.itemsize for o in operands if o.dtype is not None and not o.is_float)
 
     def _is_allocated(self, result: int, last_use: int, at: int, fuses: bool) -> bool:
         return not fuses or last_use != at or result in self.outputs

@@ -209,7 +209,7 @@ def draws_from_generator(node: fx.Node) -> bool:
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    return bool(_argument(node, "dropout_p", 1.0) != 0.0 and _argument(node, "p", 1.0) != 0.0)
+    return bool(_argument(node, "dropout_p", 1.0) != 0.0)
 
 
 def _argument(node: fx.Node, name: str, default: Any) -> Any:

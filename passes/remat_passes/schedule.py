@@ -43,7 +43,10 @@ def _backward(joint: JointGraph, cut: Cut) -> tuple[int, ...]:
     placed = {v.index for v in joint.values if v.kind is OpKind.INPUT} | cut.saved
     order: list[int] = []
     targets = [i for i in joint.backward_values if joint.values[i].role is Role.NONE]
-    for target in [*targets, *joint.backward_outputs]:
+    writes = [
+        i for i in targets if joint.values[i].kind is OpKind.EFFECT
+    ]  # last: nothing reads the old value after them
+    for target in [*(i for i in targets if i not in writes), *joint.backward_outputs, *writes]:
         missing: set[int] = set()
         stack = [target]
         while stack:
