@@ -328,7 +328,7 @@ def test_a_refusal_names_the_budget_and_the_smallest_peak() -> None:
     smallest = named_peak(message)
 
     assert "The memory budget of 97.7 KiB (100000 bytes) cannot be met" in message
-    assert f"{format_bytes(smallest)} ({smallest} bytes)" in message
+    assert f"{format_bytes(smallest, round_up=True)} ({smallest} bytes)" in message
     assert 100_000 < smallest <= graph.inductor.projection.peak_bytes
 
 

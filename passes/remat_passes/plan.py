@@ -26,7 +26,8 @@ class ValuePlan:
     """What happens to one forward value that backward needs.
 
     ``decision`` is ``save`` (kept from forward to backward), ``recompute`` (dropped, computed again in backward) or
-    ``free`` (costs no memory: an input that is alive anyway, or a view of another value in this list).
+    ``free`` (keeps no memory: an input that is alive anyway, a view of another value in this list, or a value that only
+    backward needs and that is computed there once).
     """
 
     name: str

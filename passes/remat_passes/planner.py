@@ -130,6 +130,8 @@ def _reason(
         return "free", "an input of the step, alive anyway"
     if value.base != value.index:
         return "free", f"a view of {joint.values[value.base].name}"
+    if value.side is Side.EITHER and value.index in cut.redo and not must_recompute(joint, value):
+        return "free", "only backward needs it, so it is computed there, once"
     if value.index in cut.redo:
         return "recompute", _why_recompute(joint, permission, costs, value)
     if value.index in joint.forward_outputs:
@@ -140,8 +142,6 @@ def _reason(
 def _why_recompute(joint: JointGraph, permission: Permission, costs: CostGraph, value: Value) -> str:
     if must_recompute(joint, value):
         return permission.no_save or ""
-    if value.side is Side.EITHER:
-        return "only backward needs it; computing it there keeps no bytes until then"
     cost, redo = costs.values[value.index], _recompute_ps(joint, costs, value)
     if redo <= cost.save_ps:
         return f"recomputing takes {format_us(_us(redo))}, writing and reading it {format_us(_us(cost.save_ps))}"

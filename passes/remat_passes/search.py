@@ -248,7 +248,8 @@ def _infeasible(budget_bytes: int, smallest: Candidate, model: MemoryModel, rese
     rest = " and smaller values" if len(best.peak_values) > 4 else ""
     return (
         f"The memory budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) cannot be met: the smallest peak"
-        f" that can be reached is {format_bytes(reachable)} ({reachable} bytes). It is made of {parts}{rest};"
-        f" {format_bytes(model.gradient_bytes)} of gradients stay until the end of the step. A smaller batch, shorter"
-        " sequences or a lower-precision dtype would help; fallback='inductor' compiles without a budget."
+        f" that can be reached is {format_bytes(reachable, round_up=True)} ({reachable} bytes). It is made of"
+        f" {parts}{rest}; {format_bytes(model.gradient_bytes)} of gradients stay until the end of the step. A smaller"
+        " batch, shorter sequences or a lower-precision dtype would help; fallback='inductor' (REMAT_FALLBACK=inductor)"
+        " compiles as plain Inductor does, without a budget."
     )

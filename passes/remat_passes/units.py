@@ -6,6 +6,7 @@ write both and mean what they write.
 
 from __future__ import annotations
 
+import math
 import re
 
 from .errors import ConfigError
@@ -44,14 +45,19 @@ def parse_bytes(text: str) -> int:
     )
 
 
-def format_bytes(num_bytes: int) -> str:
-    """``num_bytes`` with one decimal in the largest binary unit that keeps it at 1 or more: ``"186.4 MiB"``."""
+def format_bytes(num_bytes: int, *, round_up: bool = False) -> str:
+    """``num_bytes`` with one decimal in the largest binary unit that keeps it at 1 or more: ``"186.4 MiB"``.
+
+    ``round_up`` is for sizes that are asked for: what is shown is then enough.
+    """
     size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
         size /= 1024
-    return f"{size:.1f} TiB"
+    if unit == "B":
+        return f"{int(size)} B"
+    return f"{math.ceil(size * 10) / 10 if round_up else size:.1f} {unit}"
 
 
 def format_us(us: float) -> str:

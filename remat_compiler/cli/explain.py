@@ -37,6 +37,7 @@ class Explanation:
 
     value: ValuePlan
     reads: tuple[ValuePlan, ...]  # what recomputing it reads and backward has
+    inputs: tuple[str, ...]  # inputs of the step that recomputing it reads, alive anyway
     missing: tuple[str, ...]  # what recomputing it reads and backward does not have
     needed_by: tuple[ValuePlan, ...]  # recomputed values that read it
     alive_at_peak: bool
@@ -65,16 +66,14 @@ def explained(plan: RematPlan, name: str) -> Explanation:
     """
     known = {value.name: value for value in plan.values}
     if name not in known:
-        raise WrongUse(
-            f"{plan.graph_id} has no value {name!r} that backward needs.{_spellings(name, list(known))}"
-            " 'remat dump --all FILE' lists them."
-        )
+        raise WrongUse(_unknown(plan, name, list(known)))
     value = known[name]
     inputs = tuple(dict.fromkeys(value.inputs))
     return Explanation(
         value=value,
         reads=tuple(known[source] for source in inputs if source in known),
-        missing=tuple(source for source in inputs if source not in known),
+        inputs=tuple(source for source in inputs if source not in known and _is_input(source)),
+        missing=tuple(source for source in inputs if source not in known and not _is_input(source)),
         needed_by=tuple(user for user in plan.values if user.decision == "recompute" and name in user.inputs),
         alive_at_peak=any(alive == name for alive, _ in plan.peak_values),
     )
@@ -116,8 +115,26 @@ def _cost(explanation: Explanation) -> str:
     if not math.isfinite(value.cost_us):
         return "it cannot be computed again"
     had = _named([f"{read.name} ({read.decision}, {format_bytes(read.bytes)})" for read in explanation.reads])
-    names = ", and ".join(part for part in (had, _missing(explanation)) if part)
+    held = f"{_named(explanation.inputs)} (an input of the step)" if explanation.inputs else ""
+    names = ", and ".join(part for part in (had, held, _missing(explanation)) if part)
     return f"costs {time_text(value.cost_us)} and reads {names or 'no other value'}"
+
+
+def _is_input(name: str) -> bool:
+    """AOTAutograd calls the inputs of forward primals."""
+    return name.startswith("primals_")
+
+
+def _unknown(plan: RematPlan, name: str, known: list[str]) -> str:
+    if _is_input(name) or name in dict(plan.peak_values):
+        return (
+            f"Nothing was decided about {name!r} in {plan.graph_id}: backward does not need it from forward."
+            " It is an input, or it lives in one half of the step only."
+        )
+    return (
+        f"{plan.graph_id} has no value {name!r} that backward needs.{_spellings(name, known)}"
+        " 'remat dump --all FILE' lists them."
+    )
 
 
 def _missing(explanation: Explanation) -> str:

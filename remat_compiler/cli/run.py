@@ -21,7 +21,7 @@ from types import ModuleType
 from rich.text import Text
 
 import remat_compiler
-from remat_compiler.options import parse_budget
+from remat_compiler.options import parse_budget, prepare_dump_dir
 from remat_passes.errors import ConfigError
 from remat_passes.plan import SCHEMA, RematPlan
 
@@ -84,6 +84,8 @@ def check_settings(settings: Settings) -> None:
     try:
         if settings.budget is not None:
             parse_budget(settings.budget, "--budget")
+        if settings.dump_dir is not None:
+            prepare_dump_dir(Path(settings.dump_dir), "--dump-dir")
     except ConfigError as error:
         raise WrongUse(str(error)) from None
     num = settings.num_microbatches
