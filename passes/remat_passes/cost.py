@@ -118,6 +118,9 @@ def _value_cost(
     save = (0 if in_forward else traffic) + (0 if in_backward else traffic)
     if value.side is Side.EITHER:
         save += recompute  # saving means computing it in forward first
+    if _is_cast_of_parameter(joint, value):
+        source = joint.values[value.inputs[0]]  # no copy of a weight is worth its bytes
+        save = recompute + 2 * _traffic_ps(source.numel * _itemsize(source), spec)
     is_free = value.role is not Role.NONE or value.base in kept_anyway
     if value.role is not Role.NONE:
         save = 0 if in_backward else traffic
@@ -128,6 +131,11 @@ def _value_cost(
         materialized_in_forward=in_forward,
         materialized_in_backward=in_backward,
     )
+
+
+def _is_cast_of_parameter(joint: JointGraph, value: Value) -> bool:
+    is_cast = op_name(joint.nodes[value.index]) in ("convert_element_type", "_to_copy", "to")
+    return is_cast and joint.values[value.inputs[0]].base in (joint.static_inputs or joint.trained_inputs)
 
 
 def _fixed_ps(joint: JointGraph, value: Value, spec: DeviceSpec, written: bool) -> int:

@@ -90,18 +90,6 @@ def _constant(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
     return "a constant of the module, there in both graphs" if node.op == "get_attr" else None
 
 
-def _cast_of_parameter(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
-    """A copy as large as the parameter, for one read of it."""
-    is_cast = op_name(node) in ("convert_element_type", "_to_copy", "to")
-    if (
-        not is_cast
-        or _marked_save(joint, value, node)
-        or joint.values[value.inputs[0]].base not in (joint.static_inputs or joint.trained_inputs)
-    ):
-        return None
-    return "a cast of a parameter: backward casts it again"
-
-
 def _float_symbol(joint: JointGraph, value: Value, node: fx.Node) -> str | None:
     unsavable = isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymBool, float, bool))
     return "a symbolic float or condition; only sizes can be handed to backward" if unsavable else None
@@ -169,7 +157,6 @@ NO_SAVE: tuple[Rule, ...] = (
     _several_outputs,
     _is_view,
     _constant,
-    _cast_of_parameter,
     _float_symbol,
 )
 NO_RECOMPUTE: tuple[Rule, ...] = (_is_input, _marked_save, _collective, _changes_state, _draws, _effectful, _opaque)

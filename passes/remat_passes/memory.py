@@ -24,6 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from .cut import Cut
 from .joint import JointGraph, Role
 from .ops import FUSIBLE, OpKind, op_name, reduces_outer
@@ -44,6 +46,11 @@ BLOCK_BYTES = {"cpu": 1, "cuda": 512}
 # What ATen's CPU ops allocate besides their results, in multiples of their largest operand or result: ``prims.fma`` is
 # a product and a sum, and oneDNN reorders a convolution's operands (measured in tests/test_memory_model.py).
 EAGER_WORKSPACE = {"fma": 1, "convolution": 1, "convolution_backward": 2}
+# The same under Inductor, which hands convolutions and GEMMs to ATen and oneDNN: backward of a convolution and a GEMM
+# in half precision reorder one operand (benchmarks/projection.py and tests/test_inductor.py).
+CPU_WORKSPACE = {"convolution_backward": 1}
+GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 PROMOTING = frozenset({"add", "sub", "mul", "div"})
 
 
@@ -392,12 +399,16 @@ class _Replay:
         return peak, at_peak, self.is_backward
 
     def _workspace_bytes(self, kernel: _Kernel) -> int:
-        """What an op allocates for itself while it runs as it is; Inductor's kernels do without."""
-        if self.model.fuses:
+        """What an op allocates for itself while it runs; Inductor's own kernels do without."""
+        if kernel.fuses or self.model.joint.device_type != "cpu":
             return 0
-        multiple = EAGER_WORKSPACE.get(self.model.names[kernel.lead], 0)
+        name = self.model.names[kernel.lead]
+        multiple = (CPU_WORKSPACE if self.model.fuses else EAGER_WORKSPACE).get(name, 0)
+        if name in GEMMS and self.model.joint.values[kernel.lead].dtype in HALF_PRECISION:
+            multiple = 1
         touched = (*kernel.results, *kernel.reads)
-        return multiple * max((self._size(i) for i in touched), default=0) + self._promoted_bytes(kernel.lead)
+        promoted = 0 if self.model.fuses else self._promoted_bytes(kernel.lead)
+        return multiple * max((self._size(i) for i in touched), default=0) + promoted
 
     def _promoted_bytes(self, index: int) -> int:
         """The copy that ATen's CPU arithmetic makes of a mask or of integers that it combines with floats."""
