@@ -31,7 +31,7 @@ MAX_POINTS_KEPT = 32
 MAX_LEAP = 4
 
 # Held back from a budget under Inductor, whose fusions are predicted and not known: the largest excess of a measured
-# peak over the projected one seen on language models is 1.4 % (docs/memory-model.md, "How exact").
+# peak over the projected one seen on language models is 1.5 % (docs/memory-model.md, "How exact").
 RESERVE = Fraction(2, 100)
 
 # Without a budget, plans whose projected steps differ by less than this count as equally fast and the lowest peak wins:
