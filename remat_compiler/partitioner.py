@@ -141,7 +141,6 @@ def _source_hash() -> str:
 
 
 # -- obeying the plan
-# ---------------------------------------------------------------------------------------------------
 
 
 def _act(gm: fx.GraphModule, decided: Decided, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -150,7 +149,7 @@ def _act(gm: fx.GraphModule, decided: Decided, num_fwd_outputs: int) -> tuple[fx
     saved = [joint.nodes[i] for i in sorted(cut.saved) if i not in joint.mutated_inputs]
     for source in (joint.nodes[i] for i in sorted(cut.saved & joint.mutated_inputs)):
         saved.append(_copied_before_change(gm.graph, source))
-        if any(i in joint.backward_values for i in _writers(joint, source)):
+        if any(joint.values[i].side is Side.BACKWARD for i in _writers(joint, source)):
             saved.append(source)  # backward changes it as well, and the change is to reach the caller
     recomputed = frozenset(joint.nodes[i] for i in cut.redo)
     static = [joint.nodes[i] for i in sorted(joint.static_inputs)]
@@ -168,11 +167,10 @@ def _writers(joint: JointGraph, source: fx.Node | None = None) -> list[int]:
 
 def _check_writes(joint: JointGraph, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     """Each change in place runs on its own side; an extraction that cannot place one drops it without a word."""
-    sides = {Side.BACKWARD: {node.name for node in backward.graph.nodes}}
-    names = {node.name for node in forward.graph.nodes}
-    for i in _writers(joint):
-        if joint.values[i].name not in sides.get(joint.values[i].side, names):
-            raise AssertionError(f"{joint.values[i].name} ({joint.values[i].source}) changes an input and was lost")
+    in_forward, in_backward = ({node.name for node in module.graph.nodes} for module in (forward, backward))
+    for value in (joint.values[i] for i in _writers(joint)):
+        if value.name not in (in_backward if value.side is Side.BACKWARD else in_forward):
+            raise AssertionError(f"{value.name} ({value.source}) changes an input and was lost")
 
 
 def _copied_before_change(graph: fx.Graph, source: fx.Node) -> fx.Node:

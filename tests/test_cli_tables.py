@@ -144,6 +144,7 @@ def test_a_closed_stream_is_left_alone() -> None:
     stream.close()
 
     write("text", stream)
+    assert stream.closed
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
@@ -151,3 +152,4 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
         write("x" * 100_000, stream)  # and closing the stream must not fail either
+    assert stream.closed

@@ -275,7 +275,7 @@ def test_every_option_of_remat_run_is_documented() -> None:
 @pytest.mark.parametrize("page", names(PAGES))
 def test_every_block_of_python_compiles(page: str) -> None:
     for block in blocks(ROOT / page, "python"):
-        ast.parse(block)
+        assert ast.parse(block).body
 
 
 @pytest.mark.usefixtures("fresh_compiler")

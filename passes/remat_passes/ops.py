@@ -82,8 +82,6 @@ _TRANSCENDENTAL = {
 
 _RANDOM = frozenset("inductor_random inductor_randint".split())
 
-_MATRIX_PRODUCTS = frozenset("mm addmm bmm baddbmm _scaled_mm _int_mm addbmm mv dot".split())
-
 
 def schema_of(node: fx.Node) -> Any | None:
     """The schema of an operator of the dispatcher; ``None`` for Python functions and higher-order ops."""
@@ -174,11 +172,6 @@ def transcendental_weight(node: fx.Node) -> float:
 def is_counter_random(node: fx.Node) -> bool:
     """Whether the op draws numbers that depend on nothing but its seed operand and the element's index."""
     return op_name(node) in _RANDOM
-
-
-def is_matrix_product(node: fx.Node) -> bool:
-    """Whether the op is one GEMM or a batch of them."""
-    return op_name(node) in _MATRIX_PRODUCTS
 
 
 def is_collective(node: fx.Node) -> bool:

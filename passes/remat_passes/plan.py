@@ -88,7 +88,10 @@ class RematPlan:
         Raises:
             KeyError: backward does not need a forward value of that name.
         """
-        return next_or_raise(self.values, name)
+        for value in self.values:
+            if value.name == name:
+                return value
+        raise KeyError(name)
 
     @staticmethod
     def from_json(text: str, origin: str) -> RematPlan:
@@ -115,13 +118,6 @@ class RematPlan:
             raise PlanFileError(
                 f"{origin} is a damaged plan file: {what}. Write it again with REMAT_DUMP_DIR."
             ) from None
-
-
-def next_or_raise(values: tuple[ValuePlan, ...], name: str) -> ValuePlan:
-    for value in values:
-        if value.name == name:
-            return value
-    raise KeyError(name)
 
 
 def read_plan(path: Path) -> RematPlan:
