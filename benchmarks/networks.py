@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,31 @@ class EqualLayers(nn.Module):
         return F.mse_loss(x, target)
 
 
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Causal attention written out, with dropout of its weights; all are (batch, heads, tokens, size of a head)."""
+    scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    weights = F.dropout(scores.masked_fill(future, float("-inf")).softmax(-1), dropout)
+    return weights @ v
+
+
+class GroupedLayers(nn.Module):
+    """Equal layers in groups of equal size, so that a group can be checkpointed as one block."""
+
+    def __init__(self, width: int, num_groups: int, group_size: int) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(_layers(width, group_size) for _ in range(num_groups))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for group in self.groups:
+            x = group(x)
+        return F.mse_loss(x, target)
+
+
+def _layers(width: int, num_layers: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(num_layers)))
+
+
 class ExplicitAttention(nn.Module):
     """A transformer block whose attention is written out, with dropout."""
 
@@ -48,10 +73,8 @@ class ExplicitAttention(nn.Module):
         batch, tokens, width = x.shape
         heads = (batch, tokens, self.num_heads, width // self.num_heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.norm_attention(x)).chunk(3, -1))
-        scores = (q @ k.transpose(-1, -2)) / heads[-1] ** 0.5
-        future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-        weights = F.dropout(scores.masked_fill(future, float("-inf")).softmax(-1), self.dropout)
-        x = x + F.dropout(self.out((weights @ v).transpose(1, 2).reshape(x.shape)), self.dropout)
+        mixed = explicit_attention(q, k, v, self.dropout)
+        x = x + F.dropout(self.out(mixed.transpose(1, 2).reshape(x.shape)), self.dropout)
         hidden = F.gelu(self.up(self.norm_mlp(x)), approximate="tanh")
         return x + F.dropout(self.down(hidden), self.dropout)
 
@@ -122,6 +145,124 @@ def _rotary_tables(tokens: int, size: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
+class Attention(nn.Module):
+    """Attention of ``x`` to ``memory``; ``mask`` is true where it may look."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query, self.key_value, self.out = (
+            nn.Linear(width, width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, width),
+        )
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        q = self._heads(self.query(x))
+        k, v = (self._heads(part) for part in self.key_value(memory).chunk(2, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        attended: Tensor = self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return attended
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+def _mlp(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+class PostNormBlock(nn.Module):
+    """The block of BERT: the norms come after the residual sums."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(width, num_heads), _mlp(width)
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.norm_attention(x + self.attention(x, x, mask))
+        normed: Tensor = self.norm_mlp(x + self.mlp(x))
+        return normed
+
+
+class MaskedLM(nn.Module):
+    """BERT-style: the loss is over the tokens that were masked, and padding is not looked at."""
+
+    def __init__(self, width: int, num_heads: int, num_blocks: int, vocabulary: int, max_tokens: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(max_tokens, width)
+        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(PostNormBlock(width, num_heads) for _ in range(num_blocks))
+        self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+
+    def forward(self, tokens: Tensor, is_token: Tensor, target: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens) + self.positions.weight[: tokens.shape[1]])
+        for block in self.blocks:
+            x = block(x, is_token[:, None, None, :])
+        logits = F.linear(self.transform(x), self.embedding.weight, self.bias)
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100)
+
+
+class PreNormBlock(nn.Module):
+    """Attention and a GELU network, each behind a norm and beside a residual; with ``cross`` also to an encoder."""
+
+    def __init__(self, width: int, num_heads: int, causal: bool = False, cross: bool = False) -> None:
+        super().__init__()
+        self.causal = causal
+        self.norm_attention, self.attention = nn.LayerNorm(width), Attention(width, num_heads)
+        self.norm_cross, self.cross = (nn.LayerNorm(width), Attention(width, num_heads)) if cross else (None, None)
+        self.norm_mlp, self.mlp = nn.LayerNorm(width), _mlp(width)
+
+    def forward(self, x: Tensor, encoded: Tensor | None = None) -> Tensor:
+        normed = self.norm_attention(x)
+        x = x + self.attention(normed, normed, causal=self.causal)
+        if self.norm_cross is not None and self.cross is not None and encoded is not None:
+            x = x + self.cross(self.norm_cross(x), encoded)
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class EncoderDecoder(nn.Module):
+    """Encoder and decoder with cross attention, as for translation; every decoder block reads the encoder's output."""
+
+    def __init__(self, width: int, num_heads: int, num_blocks: int, vocabulary: int, max_tokens: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(max_tokens, width)
+        self.encoder = nn.ModuleList(PreNormBlock(width, num_heads) for _ in range(num_blocks))
+        self.decoder = nn.ModuleList(PreNormBlock(width, num_heads, causal=True, cross=True) for _ in range(num_blocks))
+        self.norm_encoded, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, source: Tensor, tokens: Tensor, target: Tensor) -> Tensor:
+        encoded, x = (self.embedding(t) + self.positions.weight[: t.shape[1]] for t in (source, tokens))
+        for block in self.encoder:
+            encoded = block(encoded)
+        encoded = self.norm_encoded(encoded)
+        for block in self.decoder:
+            x = block(x, encoded)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), target.flatten())
+
+
+class VisionTransformer(nn.Module):
+    """Patches, a class token, learned positions, blocks, and a classifier on the class token."""
+
+    def __init__(self, width: int, num_heads: int, num_blocks: int, image: int, patch: int, num_classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, stride=patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.randn(1 + (image // patch) ** 2, width) / width**0.5)
+        self.blocks = nn.ModuleList(PreNormBlock(width, num_heads) for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_classes)
+
+    def forward(self, images: Tensor, target: Tensor) -> Tensor:
+        patches = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat((self.token.expand(len(images), -1, -1), patches), 1) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)[:, 0]), target)
+
+
 class ResNet(nn.Module):
     """Residual blocks of convolution, batch norm and ReLU, and a classifier."""
 
@@ -150,14 +291,14 @@ class UNet(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.down = nn.ModuleList((_twice(3, channels), _twice(channels, 2 * channels)))
-        self.bottom = _twice(2 * channels, 4 * channels)
+        self.bottom = nn.ModuleList((_twice(2 * channels, 4 * channels),))
         self.up = nn.ModuleList((_twice(6 * channels, 2 * channels), _twice(3 * channels, channels)))
         self.head = nn.Conv2d(channels, 5, 1)
 
     def forward(self, images: Tensor, target: Tensor) -> Tensor:
         fine = self.down[0](images)
         middle = self.down[1](F.max_pool2d(fine, 2))
-        coarse = self.bottom(F.max_pool2d(middle, 2))
+        coarse = self.bottom[0](F.max_pool2d(middle, 2))
         middle = self.up[0](torch.cat((middle, F.interpolate(coarse, scale_factor=2)), 1))
         fine = self.up[1](torch.cat((fine, F.interpolate(middle, scale_factor=2)), 1))
         return F.cross_entropy(self.head(fine), target)

@@ -18,6 +18,8 @@ from remat_passes.errors import (
 )
 
 if TYPE_CHECKING:
+    import os
+
     from remat_passes.plan import RematPlan
 
 __version__ = "0.1.0"
@@ -29,6 +31,7 @@ __all__ = [
     "ConfigError",
     "PlanFileError",
     "RematError",
+    "export_cost_table",
     "fallbacks",
     "planning_seconds",
     "plans",
@@ -47,6 +50,16 @@ def fallbacks() -> tuple[str, ...]:
     from .plan_log import fallbacks as recorded_fallbacks
 
     return recorded_fallbacks()
+
+
+def export_cost_table(path: str | os.PathLike[str], device_type: str | None = None) -> int:
+    """Write the kernel times measured on the device at hand to ``path``, a ``.json`` file; how many it holds.
+
+    Another process or machine reads them with ``options={"cost_model": path}`` (docs/cost-model.md).
+    """
+    from .measured_costs import export_cost_table as export
+
+    return export(path, device_type)
 
 
 def planning_seconds() -> tuple[float, ...]:

@@ -16,9 +16,11 @@ from remat_passes.errors import ConfigError, RematError, nearest
 from . import torch_private
 from .calibrate import default_cache_dir
 from .device_at_hand import device_spec
+from .measured_costs import check_cost_model
 from .options import Options, parse_options
 from .partitioner import RematPartitioner
-from .plan_log import record_fallback
+from .plan_log import publish, record_fallback
+from .trials import compile_within_budget
 
 
 def remat(
@@ -43,12 +45,18 @@ def remat(
     """
     parsed = parse_options(options, os.environ, torch_private.inductor_option_names())
     inductor_options = {**_mode_options(mode), **parsed.inductor}
-    partitioner = RematPartitioner(parsed, _spec(parsed, inputs))
+    spec = _spec(parsed, inputs)
+    check_cost_model(parsed, spec, "cpu" if _cuda_device(inputs) is None else "cuda")
     spare = torch_private.copy_of(module) if parsed.fallback == "inductor" else None
     try:
         if parsed.lowering == "eager":
-            return torch_private.compile_with_aot_autograd(module, inputs, partitioner)
-        return torch_private.compile_with_inductor(module, inputs, inductor_options, partitioner)
+            partitioner = RematPartitioner(parsed, spec)
+            compiled = torch_private.compile_with_aot_autograd(module, inputs, partitioner)
+        else:
+            compiled, partitioner = compile_within_budget(module, inputs, inductor_options, parsed, spec)
+        for made in partitioner.made:
+            publish(made, parsed.dump_dir)
+        return compiled
     except RematError as error:
         if spare is None:
             raise
@@ -68,9 +76,13 @@ def _mode_options(mode: str | None) -> dict[str, object]:
 
 def _spec(options: Options, inputs: Sequence[Any]) -> DeviceSpec:
     """The device whose prices count: the named one, else the one that the graph's inputs are on."""
-    cuda = next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"), None)
+    cuda = _cuda_device(inputs)
     cache_dir = default_cache_dir(os.environ)
     if cuda is None:
         return device_spec(options.device_spec, "cpu", None, None, cache_dir)
     properties = torch.cuda.get_device_properties(cuda)
     return device_spec(options.device_spec, "cuda", properties.name, properties.total_memory, cache_dir)
+
+
+def _cuda_device(inputs: Sequence[Any]) -> torch.device | None:
+    return next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"), None)

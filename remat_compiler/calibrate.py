@@ -127,7 +127,7 @@ def measure_cpu() -> DeviceSpec:
         transcendental_flops=_rounded(transcendental_us * thread_flops_per_us),
         random_flops=_rounded(RANDOM_US * thread_flops_per_us),
         launch_us=_rounded(launch_us),
-        source=f"measured by remat_compiler.calibrate on {_cpu_model()}, {num_threads} threads, {_torch_version()}",
+        source=f"measured by remat_compiler.calibrate on {cpu_model()}, {num_threads} threads, {_torch_version()}",
     )
 
 
@@ -247,7 +247,7 @@ def _kept(spec: DeviceSpec, path: Path) -> DeviceSpec:
     if meanwhile is not None:
         return meanwhile
     try:
-        _write_atomically(path, spec.to_json())
+        write_atomically(path, spec.to_json())
     except OSError as error:
         _UNSAVED[path] = spec
         warnings.warn(
@@ -258,7 +258,7 @@ def _kept(spec: DeviceSpec, path: Path) -> DeviceSpec:
     return spec
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
@@ -274,7 +274,7 @@ def _write_atomically(path: Path, text: str) -> None:
 def _machine_hash() -> str:
     """Whatever moves the figures: another CPU, thread count, instruction set, torch, or way of measuring."""
     threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
-    identity = f"{_cpu_model()}|{threads}|{capability}|{_torch_version()}|{METHOD}"
+    identity = f"{cpu_model()}|{threads}|{capability}|{_torch_version()}|{METHOD}"
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
@@ -282,7 +282,7 @@ def _torch_version() -> str:
     return f"torch {torch.__version__}"
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

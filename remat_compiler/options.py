@@ -23,7 +23,7 @@ from remat_passes.errors import ConfigError, nearest
 from remat_passes.units import parse_bytes
 
 BatchNorm = Literal["refuse", "per_microbatch"]
-CostModel = Literal["analytic", "measured"]
+CostModel = Literal["analytic", "measured"]  # or the path of an exported table
 Lowering = Literal["inductor", "eager"]
 Fallback = Literal["error", "inductor"]
 
@@ -49,7 +49,7 @@ OPTIONS = (
     ),
     Option("num_microbatches", "REMAT_NUM_MICROBATCHES", 'an int >= 1, or "auto"', '"auto" with a budget, else 1'),
     Option("batch_norm", "REMAT_BATCH_NORM", '"refuse", "per_microbatch"', '"refuse"'),
-    Option("cost_model", "REMAT_COST_MODEL", '"analytic", "measured"', '"analytic"'),
+    Option("cost_model", "REMAT_COST_MODEL", '"analytic", "measured", or an exported table (*.json)', '"analytic"'),
     Option(
         "device_spec",
         "REMAT_DEVICE_SPEC",
@@ -87,7 +87,7 @@ class Options:
     num_microbatches: int = 1
     num_microbatches_auto: bool = False  # the planner may choose another number
     batch_norm: BatchNorm = "refuse"
-    cost_model: CostModel = "analytic"
+    cost_model: str = "analytic"  # a ``CostModel``, or the absolute path of an exported table
     device_spec: str | None = None
     dump_dir: Path | None = None
     lowering: Lowering = "inductor"
@@ -98,8 +98,8 @@ class Options:
         """A text that is the same, in every process, exactly when the options mean the same: part of a cache key.
 
         ``dump_dir`` is in it although it changes no plan, because a compile served from a cache writes no plan file. Of
-        ``device_spec`` only the name or path is in it: the figures behind it belong into the key too
-        (``DeviceSpec.to_json``).
+        ``device_spec`` and ``cost_model`` only the name or path is in it: the figures behind it belong into the key too
+        (``DeviceSpec.to_json``, ``CostTable.content_hash``).
         """
         budget = self.memory_budget
         record = {
@@ -330,13 +330,11 @@ def _parse_num_microbatches(setting: _Setting) -> int | Literal["auto"]:
     return num_microbatches
 
 
-def _parse_cost_model(setting: _Setting) -> CostModel:
+def _parse_cost_model(setting: _Setting) -> str:
+    if isinstance(setting.value, os.PathLike) or str(setting.value).endswith(".json"):
+        # Absolute, because the file is meant that this name has now, not after a chdir.
+        return os.path.abspath(os.path.expanduser(_path_text(setting, "it is not a path")))
     cost_model: CostModel = _one_of(setting, get_args(CostModel))
-    if cost_model == "measured":
-        raise ConfigError(
-            f"{setting.where()} is 'measured': this version of remat does not measure kernels yet."
-            ' Leave it at "analytic".'
-        )
     return cost_model
 
 

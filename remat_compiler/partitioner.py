@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +31,50 @@ from remat_passes.schedule import Schedule, schedule
 from remat_passes.search import Choice, cut_problem, inductor_candidate, search
 
 from . import torch_private
+from .calibrate import default_cache_dir
+from .measured_costs import KernelTimes, kernel_times
 from .options import Options, resolve_budget
-from .plan_log import next_graph_number, record, write_plan_files
+from .plan_log import next_graph_number
+from .readback import Signature, StepReader
 
 
 @dataclass(frozen=True)
 class Decided:
     """What the stages decided about one graph."""
 
-    joint: JointGraph
+    joint: JointGraph  # in which each value appears as often as it is computed
     choice: Choice
     order: Schedule
     plan: RematPlan
     joint_text: str
+    planning_seconds: float
+
+
+@dataclass(frozen=True)
+class Made:
+    """One graph that was cut: its plan, its graphs as text, and what Inductor's code says of its memory."""
+
+    plan: RematPlan
+    planning_seconds: float
+    texts: dict[str, str]
+    reader: StepReader
+
+    @property
+    def final_plan(self) -> RematPlan:
+        """The plan with the peak that was read back from Inductor's code, where it could be read."""
+        peak = self.reader.peak_bytes(self.plan.baseline_bytes)
+        return self.plan if peak is None else replace(self.plan, projected_peak_bytes=peak)
 
 
 class RematPartitioner(torch_private.CustomPartitionerFn):
     """Cuts joint graphs by the options of one ``torch.compile`` call, at the prices of one device."""
 
-    def __init__(self, options: Options, spec: DeviceSpec) -> None:
+    def __init__(self, options: Options, spec: DeviceSpec, limit_bytes: int | None = None) -> None:
         self.options = options
         self.spec = spec
+        self.limit_bytes = limit_bytes  # the highest projected peak to accept, where a trial has shown a better one
+        self.made: list[Made] = []
+        self.table_hashes: list[str] = []  # of the measured times that each graph was priced with
 
     def __call__(  # type: ignore[override]  # what AOTAutograd passes on, by name
         self,
@@ -66,31 +90,45 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         torch_private.prepare_joint_module(gm)
         decided = self._decide(gm, num_fwd_outputs, static)
         forward, backward = _act(gm, decided, num_fwd_outputs)
-        if self.options.dump_dir is not None:
-            texts = {"joint": decided.joint_text, "forward": str(forward.graph), "backward": str(backward.graph)}
-            write_plan_files(self.options.dump_dir, decided.plan, texts)
+        texts = {"joint": decided.joint_text, "forward": str(forward.graph), "backward": str(backward.graph)}
+        reader = StepReader(decided.joint.device_type, num_fwd_outputs)
+        self.made.append(Made(decided.plan, decided.planning_seconds, texts, reader))
         return forward, backward
+
+    def read(self, source: str, graph: Signature, inputs: Sequence[Any], is_backward: bool) -> None:
+        """Take what Inductor made of a graph. With several joint graphs in one module it is not known which it is."""
+        if len(self.made) == 1:
+            self.made[0].reader.read(source, graph, inputs, is_backward=is_backward)
 
     def uuid(self) -> str:
         """Inductor's cache key: all that a plan depends on."""
-        parts = (self.options.identity(), repr(self.spec), torch.__version__, _source_hash())
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        settings = f"{self.limit_bytes} {torch_private.reuses_saved_values()}"
+        parts = (self.options.identity(), repr(self.spec), settings, torch.__version__, _source_hash())
+        return hashlib.sha256("\n".join((*parts, *self.table_hashes)).encode()).hexdigest()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Inductor's cache also pickles its whole configuration, and what was made must not be a part of the key."""
+        return (str, (self.uuid(),))
 
     def _decide(self, gm: fx.GraphModule, num_fwd_outputs: int, static: list[int]) -> Decided:
         start = time.perf_counter()
         joint = capture(gm.graph, num_fwd_outputs, static, torch_private.pinned_to_backward(gm.graph))
         permissions = classify(joint)
-        costs = price(joint, self.spec)
+        times = kernel_times(joint, self.spec, self.options, default_cache_dir(os.environ))
+        self.table_hashes.append(times.content_hash)
+        costs = price(joint, self.spec, times.table)
         problem = cut_problem(joint, permissions, costs)
         model = MemoryModel(joint, self.options.lowering == "inductor", _allocated_bytes(joint.device_type))
         names = torch_private.inductor_saved_names(gm, num_fwd_outputs, static)
         inductor = inductor_candidate(joint, problem, model, names)
         budget = _budget_bytes(self.options, joint, model, inductor.projection.peak_bytes)
-        choice = search(joint, problem, model, inductor, budget, costs.fixed_ps)
-        plan = write_plan(joint, permissions, costs, model, self.spec, choice, _setting(self.options, joint, budget))
+        choice = search(joint, problem, model, inductor, budget, costs.fixed_ps, self.limit_bytes)
+        setting = _setting(self.options, times, joint, budget, next_graph_number() + len(self.made))
+        plan = write_plan(joint, permissions, costs, model, self.spec, choice, setting)
 
-        record(plan, time.perf_counter() - start)
-        return Decided(joint, choice, schedule(joint, choice.chosen.cut), plan, str(gm.graph))
+        seconds = time.perf_counter() - start
+        graph = joint if choice.chosen.unrolled is None else choice.chosen.unrolled.joint
+        return Decided(graph, choice, schedule(graph, choice.chosen.cut), plan, str(gm.graph), seconds)
 
 
 def _budget_bytes(options: Options, joint: JointGraph, model: MemoryModel, inductor_peak_bytes: int) -> int | None:
@@ -118,15 +156,15 @@ def _free_bytes(device_type: str) -> int | None:
     return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
-def _setting(options: Options, joint: JointGraph, budget_bytes: int | None) -> Setting:
+def _setting(options: Options, times: KernelTimes, joint: JointGraph, budget_bytes: int | None, number: int) -> Setting:
     notes = ("num_microbatches is 'auto', which means 1 in this version",) if options.num_microbatches_auto else ()
     return Setting(
-        graph_id=f"g{next_graph_number():02d}-{joint.fingerprint}",
+        graph_id=f"g{number:02d}-{joint.fingerprint}",
         torch_version=torch.__version__,
-        cost_model=options.cost_model,
+        cost_model=times.label,
         lowering=options.lowering,
         budget_bytes=budget_bytes,
-        notes=notes,
+        notes=(*times.notes, *notes),
     )
 
 
@@ -146,17 +184,53 @@ def _source_hash() -> str:
 def _act(gm: fx.GraphModule, decided: Decided, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two modules that hand over exactly what the plan saves, in the order that the plan was projected for."""
     joint, cut = decided.joint, decided.choice.chosen.cut
-    saved = [joint.nodes[i] for i in sorted(cut.saved) if i not in joint.mutated_inputs]
-    for source in (joint.nodes[i] for i in sorted(cut.saved & joint.mutated_inputs)):
+    nodes = _unrolled_nodes(gm.graph, joint, num_fwd_outputs)
+    saved = [nodes[i] for i in sorted(cut.saved) if i not in joint.mutated_inputs]
+    for source in (nodes[i] for i in sorted(cut.saved & joint.mutated_inputs)):
         saved.append(_copied_before_change(gm.graph, source))
         if any(joint.values[i].side is Side.BACKWARD for i in _writers(joint, source)):
             saved.append(source)  # backward changes it as well, and the change is to reach the caller
-    recomputed = frozenset(joint.nodes[i] for i in cut.redo)
-    static = [joint.nodes[i] for i in sorted(joint.static_inputs)]
+    recomputed = frozenset(nodes[i] for i in cut.redo)
+    static = [nodes[i] for i in sorted(joint.static_inputs)]
     forward, backward = torch_private.extract_modules(gm, saved, recomputed, num_fwd_outputs, static)
     _check_writes(joint, forward, backward)
-    names = [joint.nodes[i].name for i in decided.order.backward]
+    names = [nodes[i].name for i in decided.order.backward]
     return torch_private.thread_random_state(forward, _ordered(backward, names))
+
+
+def _unrolled_nodes(graph: fx.Graph, joint: JointGraph, num_fwd_outputs: int) -> tuple[fx.Node, ...]:
+    """The node of each value. One that is computed again gets a node of its own, which its readers read (in place)."""
+    nodes: list[fx.Node] = []
+    for value, node in zip(joint.values, joint.nodes, strict=True):
+        operands = {old: nodes[i] for old, i in zip(node.all_input_nodes, value.inputs, strict=True)}
+        if value.name != node.name:
+            nodes.append(_copied(graph, node, operands, value.name))
+            continue
+        for old, new in operands.items():
+            if old is not new:
+                node.replace_input_with(old, new)
+        nodes.append(node)
+    if any(joint.nodes[i] is not nodes[i] for i in joint.backward_outputs):
+        _return_from_backward(graph, {joint.nodes[i]: nodes[i] for i in joint.backward_outputs}, num_fwd_outputs)
+    return tuple(nodes)
+
+
+def _copied(graph: fx.Graph, node: fx.Node, operands: dict[fx.Node, fx.Node], name: str) -> fx.Node:
+    last = max(operands.values(), default=graph.find_nodes(op="placeholder")[-1])
+    with graph.inserting_after(last):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operands[operand])
+        copy = graph.create_node(node.op, node.target, args, kwargs, name=name, type_expr=node.type)
+    if copy.name != name:
+        raise AssertionError(f"the copy of {node.name} is to be called {name}, and that name is taken")
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _return_from_backward(graph: fx.Graph, instead: dict[fx.Node, fx.Node], num_fwd_outputs: int) -> None:
+    (output,) = graph.find_nodes(op="output")
+    flat = list(output.args[0]) if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
+    backward = [instead.get(result, result) if isinstance(result, fx.Node) else result for result in flat]
+    output.args = ((*flat[:num_fwd_outputs], *backward[num_fwd_outputs:]),)
 
 
 def _writers(joint: JointGraph, source: fx.Node | None = None) -> list[int]:

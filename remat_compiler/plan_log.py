@@ -8,9 +8,13 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from remat_passes.errors import ConfigError
 from remat_passes.plan import RematPlan
+
+if TYPE_CHECKING:
+    from .partitioner import Made
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,18 @@ def next_graph_number() -> int:
     """The number that the next plan's ``graph_id`` starts with."""
     with _lock:
         return len(_entries)
+
+
+def publish(made: Made, folder: Path | None) -> None:
+    """Keep the plan of a graph that was compiled, and write its files where the user wants them.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    plan = made.final_plan
+    record(plan, made.planning_seconds)
+    if folder is not None:
+        write_plan_files(folder, plan, made.texts)
 
 
 def record(plan: RematPlan, planning_seconds: float) -> None:

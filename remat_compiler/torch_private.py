@@ -28,6 +28,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _disable_current_modes
 
+from remat_passes.again import repetition_of
+
+from .readback import Signature, signature
+
 
 def inductor_option_names() -> frozenset[str]:
     """The names that ``torch.compile(options=...)`` may pass on to Inductor."""
@@ -55,8 +59,17 @@ def outside_of_tracing() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
+def reuses_saved_values() -> bool:
+    """Whether backward may write into saved values. Inductor's code depends on it, and its cache does not know that."""
+    return bool(functorch_config.donated_buffer)
+
+
 def compile_with_inductor(
-    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, object], partitioner: CustomPartitionerFn
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, object],
+    partitioner: CustomPartitionerFn,
+    read: Callable[[str, Signature, Sequence[Any], bool], None],
 ) -> Callable[..., Any]:
     """Compile as ``backend="inductor"`` does, with another partitioner.
 
@@ -66,12 +79,46 @@ def compile_with_inductor(
 
     AOTAutograd's cache hands out compiled graphs without calling the partitioner, and then nobody could say what was
     decided; it is off. Inductor's own cache, which holds the generated code, stays on.
+
+    ``read`` is handed each training graph once it is compiled: the code that Inductor wrote, what the graph was, its
+    inputs, and whether it is the backward. So the backward is compiled here too, and not when it is first called.
     """
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    def inner(graph: fx.GraphModule, arguments: Sequence[Any], **keywords: Any) -> Any:
+        before, given = signature(graph), list(arguments)
+        with V.set_choices_handler(_repetitions_apart(type(V.choices))):
+            compiled = compile_fx_inner(graph, arguments, **keywords)
+        if not keywords.get("is_inference"):
+            read(getattr(compiled, "source_code", ""), before, given, bool(keywords.get("is_backward")))
+        return compiled
 
     patches = {"allow_buffer_reuse": False, **options, "custom_partitioner_fn": partitioner}
-    with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(module, list(inputs), config_patches=patches)  # type: ignore[return-value]
+    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
+        return compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
+
+
+def _repetitions_apart(choices: type[Any]) -> Any:
+    """Inductor's choices, but values of one pass over a block do not fuse with those of another: a value that is
+    computed twice so as not to be kept in between would be computed once and kept."""
+
+    class Apart(choices):  # type: ignore[misc]
+        @staticmethod
+        def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            fuses = choices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
+            return bool(fuses) and _repetitions(node1) == _repetitions(node2)
+
+        def uuid(self) -> str:
+            return "remat: repetitions apart"
+
+    return Apart()
+
+
+def _repetitions(scheduled: Any) -> frozenset[int]:
+    """The passes that the ops of a scheduled node belong to."""
+    origins = (origin for part in scheduled.get_nodes() for origin in getattr(part.node, "origins", ()))
+    return frozenset(repetition_of(origin.name) for origin in origins)
 
 
 def compile_plain_inductor(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from remat_passes.plan import Decision, FrontierPoint, RematPlan, ValuePlan
+from remat_passes.plan import SCHEDULE_CLASS, Decision, FrontierPoint, Moment, PeakValue, RematPlan, ValuePlan
 
 MIB = 2**20
 
@@ -81,6 +81,7 @@ def plan(values: list[ValuePlan] | tuple[ValuePlan, ...] = (), **fields: object)
         budget_bytes=256 * MIB,
         num_microbatches=1,
         projected_peak_bytes=240 * MIB,
+        predicted_peak_bytes=240 * MIB,
         inductor_peak_bytes=600 * MIB,
         baseline_bytes=50 * MIB,
         gradient_bytes=48 * MIB,
@@ -89,8 +90,10 @@ def plan(values: list[ValuePlan] | tuple[ValuePlan, ...] = (), **fields: object)
         step_us=12_500.0,
         inductor_step_us=10_000.0,
         lower_bound_us=12_000.0,
+        schedule_class=SCHEDULE_CLASS,
         values=tuple(values),
         frontier=(),
+        timeline=(),
         peak_values=(),
         symbols=(),
         notes=(),
@@ -111,7 +114,14 @@ def gpt_plan(num_layers: int = 16, **fields: object) -> RematPlan:
     values = [tokens, embedding, *(entry for layer in range(num_layers) for entry in block_values(layer)), logits]
     sample = plan(
         values,
-        peak_values=(("logits", 96 * MIB), ("tangents_1", 48 * MIB), *((f"add_{at}", 2 * MIB) for at in range(1, 16))),
+        timeline=step_timeline(num_layers),
+        peak_values=(
+            PeakValue("logits", 96 * MIB, "head"),
+            PeakValue("parameters, buffers and inputs", 50 * MIB, ""),
+            PeakValue("tangents_1", 48 * MIB, ""),
+            *(PeakValue(f"qkv_{at}", 3 * MIB, f"blocks.{at}.attn.qkv") for at in range(6)),
+            *(PeakValue(f"add_{at}", 2 * MIB, f"blocks.{at}") for at in range(14)),
+        ),
         symbols=(("s0", 1024),),
         notes=("The projected peak holds for s0 = 1024; a longer sequence needs more.",),
     )
@@ -126,6 +136,17 @@ def frontier_through(chosen: RematPlan, before: int, after: int) -> tuple[Fronti
             peak_bytes=chosen.projected_peak_bytes - 15 * MIB * at,
             saved_bytes=chosen.saved_bytes - 15 * MIB * at,
             step_us=chosen.step_us + 100.0 * at,
+            chosen=at == 0,
         )
         for at in range(-before, after + 1)
     )
+
+
+def step_timeline(num_layers: int) -> tuple[Moment, ...]:
+    """A step whose forward rises by 2 MiB a layer, whose head is the peak of 240 MiB, and whose backward falls."""
+    forward = [Moment(f"add_{at}", f"blocks.{at}", "forward", (52 + 2 * at) * MIB) for at in range(num_layers)]
+    peak = Moment("logits", "head", "backward", 240 * MIB)
+    backward = [
+        Moment(f"mm_{at}", f"blocks.{at}", "backward", (60 + 2 * at) * MIB) for at in reversed(range(num_layers))
+    ]
+    return (*forward, peak, *backward)

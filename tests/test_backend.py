@@ -260,7 +260,9 @@ class HandedError(RuntimeError):
 def inductor_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[..., HandedError]:
     """Compile a small function and return what reaches Inductor, instead of compiling for seconds."""
 
-    def stop(_module: object, _inputs: object, options: dict[str, object], partitioner: RematPartitioner) -> None:
+    def stop(
+        _module: object, _inputs: object, options: dict[str, object], partitioner: RematPartitioner, _read: object
+    ) -> None:
         raise HandedError(dict(options), partitioner)
 
     def compile_with(**keywords: Any) -> HandedError:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from graphs import SPEC, JointBuilder, trace, value_of, values_of
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import flop_registry
 
 from remat_passes.cost import (
     PS_PER_US,
@@ -22,9 +23,11 @@ from remat_passes.cost import (
     price,
     recompute_ps,
     symbolic_sizes,
+    symbolic_step_us,
     traced_sizes,
 )
-from remat_passes.joint import JointGraph, Side
+from remat_passes.cost_table import CostTable, kernel_key, kernels
+from remat_passes.joint import UNBACKED_SIZE, JointGraph, Side
 from remat_passes.ops import FUSIBLE, OpKind
 
 aten = torch.ops.aten
@@ -309,8 +312,9 @@ def test_times_as_expressions_give_the_traced_times_at_the_traced_sizes(dynamic:
 
 def at_sizes(expression: sympy.Expr, joint: JointGraph, scale: int) -> float:
     """The expression at ``scale`` times the traced sizes."""
+    sizes = dict(joint.symbols)
     return float(
-        expression.subs({symbol: scale * dict(joint.symbols)[str(symbol)] for symbol in expression.free_symbols})
+        expression.subs({symbol: scale * sizes.get(str(symbol), UNBACKED_SIZE) for symbol in expression.free_symbols})
     )
 
 
@@ -335,3 +339,123 @@ def test_every_timed_op_of_the_step_has_a_time(dynamic: JointGraph) -> None:
         assert (cost.recompute_ps > 0) == (value.kind in TIMED), node.name
         assert cost.save_ps >= 0
         assert type(cost.save_ps) is type(cost.recompute_ps) is type(cost.bytes) is int
+
+
+# -- the step as a function of its sizes ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def convolutions() -> JointGraph:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3, groups=2))
+    return trace(lambda x: net(x).square().mean(), torch.ones(4, 3, 12, 12), dynamic=True).joint
+
+
+@pytest.fixture(scope="module")
+def unbacked() -> JointGraph:
+    """Rows that a mask picks: how many depends on what the tensor holds."""
+    layer = nn.Linear(16, 16)
+
+    def step(x: Tensor) -> Tensor:
+        rows = x[x[:, 0] > 0]
+        return (layer(rows).softmax(-1) * rows).sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        return trace(step, torch.ones(12, 16)).joint
+
+
+@pytest.mark.parametrize("graph", ["dynamic", "convolutions", "unbacked"])
+def test_the_step_at_the_traced_sizes_is_the_traced_step(graph: str, request: pytest.FixtureRequest) -> None:
+    joint: JointGraph = request.getfixturevalue(graph)
+    found = symbolic_step_us(joint, SPEC)
+    assert found.free_symbols
+    assert at_sizes(found, joint, scale=1) == pytest.approx(price(joint, SPEC).fixed_ps / PS_PER_US, rel=1e-6)
+    assert at_sizes(found, joint, scale=2) > at_sizes(found, joint, scale=1) * 1.2
+
+
+@pytest.mark.parametrize("graph", ["dynamic", "convolutions", "unbacked"])
+def test_each_decision_adds_its_price_to_the_step(graph: str, request: pytest.FixtureRequest) -> None:
+    joint: JointGraph = request.getfixturevalue(graph)
+    costs, fixed = price(joint, SPEC), symbolic_step_us(joint, SPEC)
+    for value, cost in zip(joint.values, costs.values, strict=True):
+        for decided, price_ps in (
+            ({"saved": [value.index]}, cost.save_ps),
+            ({"redone": [value.index]}, cost.recompute_ps),
+        ):
+            added = symbolic_step_us(joint, SPEC, **decided) - fixed
+            # to a picosecond: each of the rounded parts is off by less than one half
+            assert at_sizes(added, joint, scale=1) == pytest.approx(price_ps / PS_PER_US, abs=3e-6, rel=1e-6), (
+                value.name
+            )
+
+
+def test_sizes_that_depend_on_the_contents_count_as_the_same_number_everywhere(unbacked: JointGraph) -> None:
+    (product,) = [value for value in values_of(unbacked, "aten.addmm.default") if value.side is Side.FORWARD]
+    assert product.sizes == (UNBACKED_SIZE, 16)
+    assert f"float32[{UNBACKED_SIZE},16]" in str(kernel_key(unbacked, product))
+    assert matrix_flops(unbacked, product, traced_sizes) == 2 * UNBACKED_SIZE * 16 * 16
+
+
+def test_a_measured_time_scales_with_the_sizes_as_the_analytic_one(dynamic: JointGraph) -> None:
+    keys = list(kernels(dynamic))
+    table = CostTable("d", "s", "v", {key: 1_000.0 + at for at, key in enumerate(keys)})
+    for key, values in kernels(dynamic).items():
+        measured = sympy.sympify(op_time_us(dynamic, values[0], SPEC, symbolic_sizes, table))
+        analytic = sympy.sympify(op_time_us(dynamic, values[0], SPEC, symbolic_sizes))
+        assert op_time_us(dynamic, values[0], SPEC, traced_sizes, table) == table.times_us[key]
+        ratio = table.times_us[key] / at_sizes(analytic, dynamic, scale=1)
+        for scale in (1, 4):
+            assert at_sizes(measured, dynamic, scale) == pytest.approx(ratio * at_sizes(analytic, dynamic, scale))
+    found = at_sizes(symbolic_step_us(dynamic, SPEC, table=table), dynamic, scale=1)
+    assert found == pytest.approx(price(dynamic, SPEC, table).fixed_ps / PS_PER_US, rel=1e-6)
+    assert found > 1_000 * len(keys)
+
+
+# -- torch's table of formulas ----------------------------------------------------------------------------------------
+
+
+def test_a_formula_that_asks_for_tensors_gets_their_shapes() -> None:
+    build = JointBuilder()
+    q, k, v = (build.primal(10, 4, 16) for _ in range(3))  # two sequences of up to 7 tokens in one, heads, width
+    offsets = build.primal(3, dtype=torch.int32)
+    node = build.graph.call_function(
+        aten._flash_attention_forward.default, (q, k, v, offsets, offsets, 7, 7, 0.0, False, False)
+    )
+    node.meta["val"] = (q.meta["val"],)
+    joint = build.joint([build.call(operator.getitem, node, 0)], [])
+    assert matrix_flops(joint, joint.values[4], traced_sizes) == 2 * (2 * 2 * 4 * 7 * 7 * 16)
+
+
+def test_a_formula_that_fails_leaves_the_traffic(monkeypatch: pytest.MonkeyPatch, dynamic: JointGraph) -> None:
+    value = values_of(dynamic, "aten.bmm.default")[0]
+
+    def picky(a: Any, b: Any, out_val: Any = None) -> int:
+        if any(isinstance(size, sympy.Basic) for size in a.shape):
+            raise AssertionError("symbols do not compare")
+        return 10**9
+
+    monkeypatch.setitem(flop_registry, aten.bmm, picky)
+    expression = op_time_us(dynamic, value, SPEC, symbolic_sizes)
+    traced = op_time_us(dynamic, value, SPEC, traced_sizes)
+    assert traced == 10**9 / 10_000 + 2
+    assert at_sizes(expression, dynamic, scale=1) == pytest.approx(traced)
+    assert at_sizes(expression, dynamic, scale=2) > 2 * traced
+
+    monkeypatch.setitem(flop_registry, aten.bmm, lambda *args, **kwargs: 1 / 0)
+    assert matrix_flops(dynamic, value, traced_sizes) == 0
+    assert recompute_ps(dynamic, value, SPEC) > 2 * PS_PER_US
+
+
+def test_prices_of_equal_layers_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def count(*args: Any, **kwargs: Any) -> int:
+        counted.append(1)
+        return 7
+
+    monkeypatch.setitem(flop_registry, aten.mm, count)
+    build = JointBuilder()
+    x, w = build.primal(32, 32), build.primal(32, 32)
+    for _ in range(20):
+        x = build.call(aten.mm.default, x, w)
+    price(build.joint([x], []), SPEC)
+    assert counted == [1]

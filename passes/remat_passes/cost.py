@@ -10,15 +10,17 @@ Williams, Waterman, Patterson: Roofline (CACM 52(4), 2009).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import sympy
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from .cost_table import CostTable, dimension_hint, kernel_key
 from .device import DeviceSpec
 from .joint import JointGraph, Role, Side, Size, Value
 from .ops import FUSIBLE, OpKind, is_counter_random, op_name, transcendental_weight
@@ -55,22 +57,76 @@ class CostGraph:
     fixed_ps: int
 
 
-def price(joint: JointGraph, spec: DeviceSpec) -> CostGraph:
-    """The prices of a joint graph on a device, for the sizes that it was traced with."""
-    depths = kernel_depths(joint)
-    written_forward = [_is_written(joint, value, depths, (Side.FORWARD, Side.EITHER)) for value in joint.values]
-    written_backward = [_is_written(joint, value, depths, (Side.BACKWARD,)) for value in joint.values]
+def price(joint: JointGraph, spec: DeviceSpec, table: CostTable | None = None) -> CostGraph:
+    """The prices of a joint graph on a device, for the sizes that it was traced with.
+
+    What ``table`` has measured counts as measured; everything else is analytic.
+    """
+    values, work = _prices(_Pricing(joint, spec, table, traced_sizes))
+    return CostGraph(values=tuple(values), fixed_ps=sum(work))
+
+
+def symbolic_step_us(
+    joint: JointGraph,
+    spec: DeviceSpec,
+    saved: Iterable[int] = (),
+    redone: Iterable[int] = (),
+    table: CostTable | None = None,
+) -> sympy.Expr:
+    """Microseconds of the step as a function of its symbolic sizes: the work that no decision changes, and what saving
+    the values ``saved`` and recomputing ``redone`` adds (``Cut.saved``, ``Cut.redo``).
+
+    At ``joint.symbols``, and ``UNBACKED_SIZE`` for symbols that are not among them, it is the step time of the plan, up
+    to its rounding to picoseconds. What a table has measured scales as the analytic time does.
+    """
+    values, work = _prices(_Pricing(joint, spec, table, symbolic_sizes))
+    terms = [*work, *(values[i].save_ps for i in saved), *(values[i].recompute_ps for i in redone)]
+    return sympy.Add(*(sympy.sympify(term) for term in terms)) / PS_PER_US
+
+
+@dataclass(frozen=True)
+class _Pricing:
+    """What the prices of one graph depend on. At traced sizes times are whole picoseconds, else expressions of them."""
+
+    joint: JointGraph
+    spec: DeviceSpec
+    table: CostTable | None
+    sizes: Sizes
+
+    def ps(self, us: Any) -> Any:
+        return round(float(us) * PS_PER_US) if self.sizes is traced_sizes else us * PS_PER_US
+
+    def traffic_ps(self, num_bytes: Any) -> Any:
+        return self.ps(num_bytes / self.spec.bandwidth_bytes_per_us)
+
+    def storage_bytes(self, value: Value) -> Any:
+        """The bytes of the value's own storage; a size that was traced as a number stays one."""
+        if self.sizes is traced_sizes or value.bytes == 0 or value.shape == value.sizes:
+            return value.bytes
+        return _bytes(value, self.sizes)
+
+    def work_ps(self, value: Value) -> Any:
+        """Running the op once, its operands at hand."""
+        if value.kind in _WITHOUT_WORK:
+            return 0
+        return self.ps(op_time_us(self.joint, value, self.spec, self.sizes, self.table))
+
+
+_WITHOUT_WORK = frozenset({OpKind.INPUT, OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC, OpKind.EFFECT})
+
+
+def _prices(pricing: _Pricing) -> tuple[list[ValueCost], list[Any]]:
+    """The prices of each value, and the work of each that no decision changes."""
+    joint = pricing.joint
+    written = _written(joint)
     kept_anyway = {joint.values[i].base for i in joint.forward_outputs}
-    values = tuple(
-        _value_cost(joint, value, spec, written_forward[value.index], written_backward[value.index], kept_anyway)
-        for value in joint.values
-    )
-    fixed = sum(
-        _fixed_ps(joint, value, spec, written_forward[value.index] or written_backward[value.index])
-        for value in joint.values
-        if value.side is not Side.EITHER
-    )
-    return CostGraph(values=values, fixed_ps=fixed)
+    values, fixed = [], []
+    for value, (in_forward, in_backward) in zip(joint.values, written, strict=True):
+        work = pricing.work_ps(value)
+        values.append(_value_cost(pricing, value, work, in_forward, in_backward, kept_anyway))
+        if value.side is not Side.EITHER:
+            fixed.append(_fixed_ps(pricing, value, work, in_forward or in_backward))
+    return values, fixed
 
 
 def kernel_depths(joint: JointGraph) -> list[int]:
@@ -95,24 +151,41 @@ def readers(joint: JointGraph, value: Value) -> list[Value]:
     return found
 
 
-def _is_written(joint: JointGraph, value: Value, depths: list[int], sides: tuple[Side, ...]) -> bool:
-    """Whether the ops of ``sides`` make the value go through memory, whatever is decided."""
+def _written(joint: JointGraph) -> list[tuple[bool, bool]]:
+    """Whether the ops of forward, and those of backward, make each value go through memory, whatever is decided."""
+    depths = kernel_depths(joint)
+    outputs = (frozenset(joint.forward_outputs), frozenset(joint.backward_outputs))
+    return [_is_written(joint, value, depths, outputs) for value in joint.values]
+
+
+_OF_FORWARD, _OF_BACKWARD = (Side.FORWARD, Side.EITHER), (Side.BACKWARD,)
+
+
+def _is_written(
+    joint: JointGraph, value: Value, depths: list[int], outputs: tuple[frozenset[int], frozenset[int]]
+) -> tuple[bool, bool]:
     if value.kind not in FUSIBLE or value.kind is OpKind.REDUCTION:
-        return value.side in sides or value.role is not Role.NONE
-    outputs = joint.backward_outputs if Side.BACKWARD in sides else joint.forward_outputs
-    if value.index in outputs:
-        return True
-    here = [reader for reader in readers(joint, value) if reader.side in sides]
-    kernels = [reader for reader in here if reader.kind not in FUSIBLE and reader.kind is not OpKind.SYMBOLIC]
-    across = value.side in sides and any(depths[reader.index] > depths[value.index] for reader in here)
-    return bool(kernels) or across
+        is_input = value.role is not Role.NONE
+        return is_input or value.side in _OF_FORWARD, is_input or value.side in _OF_BACKWARD
+    found = readers(joint, value)
+
+    def through_memory(sides: tuple[Side, ...]) -> bool:
+        here = [reader for reader in found if reader.side in sides]
+        kernels = any(reader.kind not in FUSIBLE and reader.kind is not OpKind.SYMBOLIC for reader in here)
+        return kernels or (value.side in sides and any(depths[r.index] > depths[value.index] for r in here))
+
+    return (
+        value.index in outputs[0] or through_memory(_OF_FORWARD),
+        value.index in outputs[1] or through_memory(_OF_BACKWARD),
+    )
 
 
 def _value_cost(
-    joint: JointGraph, value: Value, spec: DeviceSpec, in_forward: bool, in_backward: bool, kept_anyway: set[int]
+    pricing: _Pricing, value: Value, work_ps: Any, in_forward: bool, in_backward: bool, kept_anyway: set[int]
 ) -> ValueCost:
-    traffic = _traffic_ps(value.bytes, spec)
-    recompute = recompute_ps(joint, value, spec)
+    joint = pricing.joint
+    traffic = pricing.traffic_ps(pricing.storage_bytes(value))
+    recompute = work_ps
     if in_backward and value.kind in FUSIBLE:
         recompute += traffic
     save = (0 if in_forward else traffic) + (0 if in_backward else traffic)
@@ -120,7 +193,7 @@ def _value_cost(
         save += recompute  # saving means computing it in forward first
     if _is_cast_of_parameter(joint, value):
         source = joint.values[value.inputs[0]]  # no copy of a weight is worth its bytes
-        save = recompute + 2 * _traffic_ps(source.numel * _itemsize(source), spec)
+        save = recompute + 2 * pricing.traffic_ps(_bytes(source, pricing.sizes))
     is_free = value.role is not Role.NONE or value.base in kept_anyway
     if value.role is not Role.NONE:
         save = 0 if in_backward else traffic
@@ -138,33 +211,54 @@ def _is_cast_of_parameter(joint: JointGraph, value: Value) -> bool:
     return is_cast and joint.values[value.inputs[0]].base in (joint.static_inputs or joint.trained_inputs)
 
 
-def _fixed_ps(joint: JointGraph, value: Value, spec: DeviceSpec, written: bool) -> int:
+def _fixed_ps(pricing: _Pricing, value: Value, work_ps: Any, written: bool) -> Any:
     """What the value costs once a step: its work, and its way through memory when it takes one."""
-    if value.kind not in FUSIBLE:
-        return recompute_ps(joint, value, spec)
-    through_memory = 2 * _traffic_ps(value.bytes, spec) + round(spec.launch_us * PS_PER_US) if written else 0
-    return recompute_ps(joint, value, spec) + through_memory
+    if value.kind not in FUSIBLE or not written:
+        return work_ps
+    traffic = pricing.traffic_ps(pricing.storage_bytes(value))
+    return work_ps + 2 * traffic + pricing.ps(pricing.spec.launch_us)
 
 
-def _traffic_ps(num_bytes: int, spec: DeviceSpec) -> int:
-    return round(num_bytes / spec.bandwidth_bytes_per_us * PS_PER_US)
-
-
-def recompute_ps(joint: JointGraph, value: Value, spec: DeviceSpec) -> int:
+def recompute_ps(joint: JointGraph, value: Value, spec: DeviceSpec, table: CostTable | None = None) -> int:
     """Picoseconds for running the op once, its operands at hand."""
-    if value.kind in (OpKind.INPUT, OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC, OpKind.EFFECT):
-        return 0
-    return round(float(op_time_us(joint, value, spec, traced_sizes)) * PS_PER_US)
+    return int(_Pricing(joint, spec, table, traced_sizes).work_ps(value))
 
 
-def op_time_us(joint: JointGraph, value: Value, spec: DeviceSpec, sizes: Sizes) -> Any:
-    """Microseconds for running the op once: a number for traced sizes, a sympy expression for symbolic ones."""
+# -- one op
+
+
+def op_time_us(joint: JointGraph, value: Value, spec: DeviceSpec, sizes: Sizes, table: CostTable | None = None) -> Any:
+    """Microseconds for running the op once: a number for traced sizes, a sympy expression for symbolic ones.
+
+    A measured time holds for the traced sizes; at others it scales as the analytic time does.
+    """
+    measured_us = _measured_us(joint, value, table)
+    if measured_us is None:
+        return _analytic_us(joint, value, spec, sizes)
+    if sizes is traced_sizes or value.kind in _WITHOUT_WORK:
+        return measured_us
+    there = _analytic_us(joint, value, spec, sizes)
+    if not isinstance(there, sympy.Basic):
+        return measured_us
+    return measured_us * there / float(_analytic_us(joint, value, spec, traced_sizes))
+
+
+def _measured_us(joint: JointGraph, value: Value, table: CostTable | None) -> float | None:
+    key = None if table is None else kernel_key(joint, value)
+    return None if table is None or key is None else table.times_us.get(key)
+
+
+def _analytic_us(joint: JointGraph, value: Value, spec: DeviceSpec, sizes: Sizes) -> Any:
     if value.kind in FUSIBLE:
         return _fusible_us(joint, value, spec, sizes)
     flops = matrix_flops(joint, value, sizes)
     rate = spec.matmul_flops_per_us.get(_dtype_name(joint, value), spec.matmul_flops_per_us["float32"])
-    moved = sum(_bytes(joint.values[i], sizes) for i in value.inputs) + _result_bytes(joint, value, sizes)
+    moved = _moved_bytes(joint, value, sizes)
     return _longer(flops / rate, moved / spec.bandwidth_bytes_per_us) + spec.launch_us
+
+
+def _moved_bytes(joint: JointGraph, value: Value, sizes: Sizes) -> Any:
+    return sum(_bytes(joint.values[i], sizes) for i in value.inputs) + _result_bytes(joint, value, sizes)
 
 
 def _fusible_us(joint: JointGraph, value: Value, spec: DeviceSpec, sizes: Sizes) -> Any:
@@ -191,30 +285,101 @@ def _flops_per_element(node: fx.Node, spec: DeviceSpec) -> float:
 
 
 def matrix_flops(joint: JointGraph, value: Value, sizes: Sizes) -> Any:
-    """Floating-point operations of a GEMM, convolution or attention by torch's own table; 0 for ops that it lacks."""
+    """Floating-point operations of a GEMM, convolution or attention by torch's own table; 0 for ops that it lacks.
+
+    Where its formula does not take these sizes - it compares them, and symbols do not always compare - the arithmetic
+    grows as the bytes do, and at traced sizes it is 0: a price is no reason to refuse a step.
+    """
+    formula = _flop_formula(joint.nodes[value.index])
+    if formula is None:
+        return 0
+    try:
+        return _counted(formula, *_flop_arguments(joint, value, sizes))
+    except Exception:  # a formula is foreign code: torch's, or whoever registered one for an op of theirs
+        if sizes is traced_sizes:
+            return 0
+    growth = sympy.sympify(_moved_bytes(joint, value, sizes)) / _moved_bytes(joint, value, traced_sizes)
+    return matrix_flops(joint, value, traced_sizes) * growth
+
+
+# Kernels that torch's table lacks: its formulas for the same work, and how many of the operands those take.
+_LACKING: Mapping[str, tuple[Callable[..., Any], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Formula:
+    """A formula of torch's table, and what it is called with."""
+
+    count: Callable[..., Any]
+    num_operands: int | None  # shapes, by position, and nothing else; None: all arguments
+    is_raw: bool = False  # takes tensors where the others take shapes
+
+
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    """As much of a tensor as a raw formula looks at. Without contents it counts each sequence at its full length."""
+
+    shape: tuple[Size, ...]
+    device: ClassVar[torch.device] = torch.device("meta")
+
+    def size(self, axis: int) -> Size:
+        return self.shape[axis]
+
+
+def _flop_formula(node: fx.Node) -> _Formula | None:
+    if op_name(node) in _LACKING:
+        return _Formula(*_LACKING[op_name(node)])
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    # ``register_flop_formula`` wraps what takes shapes and leaves what asks for tensors (``get_raw``) as it is.
+    return None if count is None else _Formula(count, None, is_raw=not hasattr(count, "__wrapped__"))
+
+
+_Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...], Any]  # positional, by name, the result
+
+
+def _flop_arguments(joint: JointGraph, value: Value, sizes: Sizes) -> _Arguments:
+    """Operands as shapes, the arguments as they are, and the shapes of the result: all of it hashable."""
     node = joint.nodes[value.index]
-    packet = getattr(node.target, "overloadpacket", None)
+    formula = _flop_formula(node)
     index = {joint.nodes[i]: i for i in value.inputs}
 
-    def shape(argument: Any) -> Any:
-        return sizes(joint.values[index[argument]]) if isinstance(argument, fx.Node) else argument
+    def frozen(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            operand = joint.values[index[argument]]
+            if operand.kind is OpKind.SYMBOLIC:
+                return _number(argument, sizes)
+            return _Shaped(sizes(operand)) if formula is not None and formula.is_raw else sizes(operand)
+        return tuple(map(frozen, argument)) if isinstance(argument, (list, tuple)) else argument
 
-    args = fx.map_arg(node.args, shape)
-    if op_name(node) == "_scaled_dot_product_flash_attention_for_cpu":
-        return sdpa_flop_count(*args[:3])
-    if op_name(node) == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        return sdpa_backward_flop_count(*args[:4])
-    if packet not in flop_registry:
-        return 0
+    if formula is not None and formula.num_operands is not None:
+        return tuple(map(frozen, node.args[: formula.num_operands])), (), None
     result = sizes(value) if value.dtype is not None else _part_shapes(joint, value, sizes)
-    return flop_registry[packet](*args, **dict(node.kwargs), out_val=result)
+    return tuple(map(frozen, node.args)), tuple((name, frozen(node.kwargs[name])) for name in node.kwargs), result
 
 
-def _part_shapes(joint: JointGraph, value: Value, sizes: Sizes) -> list[tuple[Size, ...] | None]:
+def _number(node: fx.Node, sizes: Sizes) -> Any:
+    """A size that is an operand: ``max_q`` of an attention."""
+    number = node.meta["val"]
+    if sizes is traced_sizes or not isinstance(number, torch.SymInt):
+        return dimension_hint(number)
+    return sympy.sympify(number.node.expr)
+
+
+@functools.lru_cache(maxsize=4096)  # some hundred distinct calls a network; equal layers make thousands of equal ones
+def _counted(formula: _Formula, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], result: Any) -> Any:
+    if formula.num_operands is not None:
+        return formula.count(*args)
+    return formula.count(*args, **dict(kwargs), out_val=result)
+
+
+def _part_shapes(joint: JointGraph, value: Value, sizes: Sizes) -> tuple[tuple[Size, ...] | None, ...]:
     """The shape of each output of an op with several; ``None`` for one that nobody reads."""
     node = joint.nodes[value.index]
     parts = {joint.nodes[user].args[1]: sizes(joint.values[user]) for user in value.users}
-    return [parts.get(position) for position in range(len(node.meta["val"]))]
+    return tuple(parts.get(position) for position in range(len(node.meta["val"])))
 
 
 def _longer(a: Any, b: Any) -> Any:

@@ -240,6 +240,21 @@ def cut_of_saved(problem: CutProblem, saved: frozenset[int]) -> Cut:
     return cut_of(problem, frozenset(need), frozenset(redo))
 
 
+def without_dead_ends(problem: CutProblem) -> CutProblem:
+    """The problem in which what cannot be had again, because something it is computed from can be neither saved nor
+    recomputed, is marked as not to be recomputed itself."""
+    settled: list[CutValue] = []
+    for value in problem:
+        if value.recompute_ps is not None and any(_is_lost(settled[i]) for i in value.inputs):
+            value = replace(value, recompute_ps=None, no_recompute="what it is computed from is gone")
+        settled.append(value)
+    return tuple(settled)
+
+
+def _is_lost(value: CutValue) -> bool:
+    return value.save_ps is None and value.recompute_ps is None
+
+
 def _conflict(problem: CutProblem) -> str:
     """Follow what may not be saved back to something that may not be recomputed, and say so."""
     parent: dict[int, int | None] = {i: None for i, value in enumerate(problem) if value.is_required}

@@ -19,7 +19,14 @@ class ConfigError(RematError):
 
 
 class BudgetInfeasibleError(RematError):
-    """No plan of the step fits into the memory budget."""
+    """No plan of the step fits into the memory budget.
+
+    ``smallest_bytes`` is the smallest peak that can be reached, as far as it is known.
+    """
+
+    def __init__(self, text: str, budget_bytes: int = 0, smallest_bytes: int = 0) -> None:
+        super().__init__(text)
+        self.budget_bytes, self.smallest_bytes = budget_bytes, smallest_bytes
 
 
 class CannotSplitError(RematError):

@@ -76,6 +76,8 @@ class Value:
     source: str
     policy: Policy | None
     region: int | None  # the checkpoint region of the user's program, if any
+    repetition: int = 0  # which pass over its block computes it again (again.py); 0: none, the step itself
+    is_copy: bool = False  # computed once more than in the graph that was captured
 
     @property
     def numel(self) -> int:

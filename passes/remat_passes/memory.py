@@ -79,6 +79,7 @@ class _Kernel:
     lead: int  # the first op
     fuses: bool
     is_sums: bool = False  # of reductions over the first axis
+    repetition: int = 0  # the pass that it belongs to: the same value of two passes is not to be computed at once
     reduces: bool = False  # holds a reduction: pointwise work rather joins a kernel of its kind
     domains: set[int] = field(default_factory=set)  # sizes of its loops
     results: list[int] = field(default_factory=list)
@@ -281,10 +282,11 @@ class _Replay:
         fuses = self.model.fuses and self.model.kinds[index] in FUSIBLE
         domain, is_sum = self.model.domains[index], index in self.model.outer
         after = {self.kernel_of[leaf] for leaf in leaves if leaf in self.kernel_of}
-        place = self._fused_into(leaves, domain, after, is_sum) if fuses else None
+        repetition = self.model.joint.values[index].repetition
+        place = self._fused_into(leaves, domain, after, is_sum, repetition) if fuses else None
         if place is None:
             place = len(self.kernels)
-            self.kernels.append(_Kernel(lead=index, fuses=fuses, is_sums=is_sum))
+            self.kernels.append(_Kernel(lead=index, fuses=fuses, is_sums=is_sum, repetition=repetition))
         kernel = self.kernels[place]
         kernel.reduces = kernel.reduces or self.model.kinds[index] is OpKind.REDUCTION
         kernel.domains.update((domain, self.model.elements[index]))
@@ -322,7 +324,9 @@ class _Replay:
         """Bytes of a storage; a copy's are those of what it copies."""
         return self.model.sizes[index if index >= 0 else -1 - index]
 
-    def _fused_into(self, leaves: Sequence[int], domain: int, after: set[int], is_sum: bool) -> int | None:
+    def _fused_into(
+        self, leaves: Sequence[int], domain: int, after: set[int], is_sum: bool, repetition: int
+    ) -> int | None:
         """The kernel that makes the result's last operand, or one that shares a large operand and need not run before
         any of the others; the loops must be of one size. (4) Sums over the first axis fuse with one another only."""
         large = [leaf for leaf in leaves if self.model.elements[leaf] == domain]
@@ -332,6 +336,7 @@ class _Replay:
         for place in candidates:
             kernel = self.kernels[place]
             fits = kernel.fuses and kernel.is_sums == is_sum and domain in kernel.domains
+            fits = fits and kernel.repetition == repetition
             fits = fits and not (self.model.splits_reductions and self._needs_reduction_of(place, leaves))
             if fits and not self._runs_before_any(place, after - {place}):
                 return place

@@ -20,6 +20,12 @@ SCHEMA = 1
 Decision = Literal["save", "recompute", "free"]
 DECISIONS: tuple[Decision, ...] = ("save", "recompute", "free")
 
+StepSide = Literal["forward", "backward"]
+STEP_SIDES: tuple[StepSide, ...] = ("forward", "backward")
+
+# The schedules that ``lower_bound_us`` ranges over (docs/cut.md has the proof).
+SCHEDULE_CLASS = "each forward value is saved, or recomputed where backward needs it; backward runs in autograd's order"
+
 
 @dataclass(frozen=True, slots=True)
 class ValuePlan:
@@ -47,9 +53,32 @@ class ValuePlan:
 class FrontierPoint:
     """One plan that was considered: its projected peak, the bytes it saves and its projected step time."""
 
-    peak_bytes: int
+    peak_bytes: int  # what the memory model predicts
     saved_bytes: int
     step_us: float
+    chosen: bool  # exactly one point of a plan is the plan itself
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The bytes that are allocated while one kernel of the step runs, and the op and module that it runs for.
+
+    An op of backward belongs to the module of the forward op that it comes from, ``""`` where that is not known.
+    """
+
+    name: str
+    module: str
+    side: StepSide
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeakValue:
+    """Something that is alive at the predicted peak, with its bytes; what was there before the step is one entry."""
+
+    name: str
+    bytes: int
+    module: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +92,8 @@ class RematPlan:
     lowering: str
     budget_bytes: int | None
     num_microbatches: int
-    projected_peak_bytes: int
+    projected_peak_bytes: int  # read back from Inductor's code where it could be read, else predicted
+    predicted_peak_bytes: int  # what the memory model says
     inductor_peak_bytes: int  # projected peak of plain Inductor's plan: what 100% means
     baseline_bytes: int  # parameters, buffers and inputs
     gradient_bytes: int
@@ -71,12 +101,19 @@ class RematPlan:
     recompute_us: float
     step_us: float
     inductor_step_us: float
-    lower_bound_us: float
+    lower_bound_us: float  # of any plan within the budget, without one within plain Inductor's peak
+    schedule_class: str  # the schedules among which that bound holds
     values: tuple[ValuePlan, ...]
-    frontier: tuple[FrontierPoint, ...]  # by rising step time, falling peak
-    peak_values: tuple[tuple[str, int], ...]  # what is alive at the projected peak: name and bytes, largest first
+    frontier: tuple[FrontierPoint, ...]  # by rising step time, falling peak; and the chosen plan where it belongs
+    timeline: tuple[Moment, ...]  # as the memory model predicts it, in the order that runs; thinned when it is long
+    peak_values: tuple[PeakValue, ...]  # what is alive at the predicted peak, largest first
     symbols: tuple[tuple[str, int], ...]  # symbolic sizes and the values they were planned for
     notes: tuple[str, ...]  # sentences that the user should read
+
+    @property
+    def gap(self) -> float:
+        """The part of the step by which another plan of the class may be faster; 0 where none is."""
+        return max(self.step_us - self.lower_bound_us, 0.0) / self.step_us if self.step_us > 0 else 0.0
 
     def to_json(self) -> str:
         """The plan file's text: keys sorted, one trailing newline."""
@@ -137,9 +174,11 @@ _NUMBERS = (int, float)
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "int": int,
     "float": _NUMBERS,
+    "bool": bool,
     "str": str,
     "int | None": (int, type(None)),
     "Decision": str,
+    "StepSide": str,
 }
 
 
@@ -149,7 +188,7 @@ def _checked(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
     for field in fields(cls):
         entry = record[field.name]
         kind = _KINDS.get(str(field.type))
-        if kind is not None and (not isinstance(entry, kind) or isinstance(entry, bool)):
+        if kind is not None and (not isinstance(entry, kind) or (isinstance(entry, bool) and kind is not bool)):
             raise TypeError(f"{field.name!r} is {entry!r}, expected {field.type}")
         if kind is None and not isinstance(entry, list):
             raise TypeError(f"{field.name!r} is {entry!r}, expected a list")
@@ -164,11 +203,19 @@ def _value_from_record(record: Mapping[str, Any]) -> ValuePlan:
     return ValuePlan(**{**entry, "shape": tuple(entry["shape"]), "inputs": tuple(entry["inputs"])})
 
 
+def _moment_from_record(record: Mapping[str, Any]) -> Moment:
+    entry = _checked(Moment, record)
+    if entry["side"] not in STEP_SIDES:
+        raise ValueError(f"side {entry['side']!r} of kernel {entry['name']!r} is none of {', '.join(STEP_SIDES)}")
+    return Moment(**entry)
+
+
 def _plan_from_record(record: Mapping[str, Any]) -> RematPlan:
     entry = _checked(RematPlan, record)
     entry["values"] = tuple(_value_from_record(value) for value in entry["values"])
     entry["frontier"] = tuple(FrontierPoint(**_checked(FrontierPoint, point)) for point in entry["frontier"])
-    entry["peak_values"] = tuple((str(name), int(num)) for name, num in entry["peak_values"])
+    entry["timeline"] = tuple(_moment_from_record(moment) for moment in entry["timeline"])
+    entry["peak_values"] = tuple(PeakValue(**_checked(PeakValue, value)) for value in entry["peak_values"])
     entry["symbols"] = tuple((str(name), int(hint)) for name, hint in entry["symbols"])
     entry["notes"] = tuple(str(note) for note in entry["notes"])
     return RematPlan(**entry)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from .cost import PS_PER_US, CostGraph
 from .cut import Cut
 from .device import DeviceSpec
 from .joint import JointGraph, Role, Side, Value
 from .legality import Permission, must_recompute
-from .memory import MemoryModel
+from .memory import Instant, MemoryModel, Projection
 from .ops import OpKind
-from .plan import Decision, FrontierPoint, RematPlan, ValuePlan
+from .plan import SCHEDULE_CLASS, Decision, FrontierPoint, Moment, PeakValue, RematPlan, StepSide, ValuePlan
 from .search import Candidate, Choice
 from .units import format_us
+
+# A longer timeline is thinned: a picture of 80 mm, a column of a paper, has 1,890 dots beside each other in print
+# (600 dots an inch).
+MAX_MOMENTS = 2000
+
+COPY_SUFFIX = " (copy)"  # how the memory model names a copy of a value (memory.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,14 @@ def write_plan(
     choice: Choice,
     setting: Setting,
 ) -> RematPlan:
-    """The plan of one graph."""
+    """The plan of one graph, whose values appear as often as they are computed."""
     cut = choice.chosen.cut
+    unrolled = choice.chosen.unrolled
+    if unrolled is not None:
+        joint = unrolled.joint
+        permissions = [permissions[i] for i in unrolled.origin]
+        costs = replace(costs, values=tuple(costs.values[i] for i in unrolled.origin))
+    modules = {value.name: value.module for value in joint.values}
 
     def step_us(time_ps: int) -> float:
         return _us(costs.fixed_ps + time_ps)
@@ -53,6 +65,7 @@ def write_plan(
         budget_bytes=setting.budget_bytes,
         num_microbatches=1,
         projected_peak_bytes=choice.chosen.projection.peak_bytes,
+        predicted_peak_bytes=choice.chosen.projection.peak_bytes,
         inductor_peak_bytes=choice.inductor.projection.peak_bytes,
         baseline_bytes=model.baseline_bytes,
         gradient_bytes=model.gradient_bytes,
@@ -61,9 +74,11 @@ def write_plan(
         step_us=step_us(cut.time_ps),
         inductor_step_us=step_us(choice.inductor.cut.time_ps),
         lower_bound_us=step_us(choice.lower_bound_ps),
+        schedule_class=SCHEDULE_CLASS,
         values=tuple(_value_plan(joint, permissions, costs, cut, i) for i in sorted(cut.need) if _is_shown(joint, i)),
-        frontier=tuple(_frontier_point(point, costs) for point in choice.frontier),
-        peak_values=choice.chosen.projection.peak_values,
+        frontier=_frontier(choice, costs),
+        timeline=_timeline(choice.chosen.projection, modules),
+        peak_values=_peak_values(choice.chosen.projection, modules),
         symbols=joint.symbols,
         notes=(*setting.notes, *_notes(joint, permissions, choice)),
     )
@@ -73,8 +88,38 @@ def _us(time_ps: int) -> float:
     return round(time_ps / PS_PER_US, 3)
 
 
-def _frontier_point(point: Candidate, costs: CostGraph) -> FrontierPoint:
-    return FrontierPoint(point.projection.peak_bytes, point.cut.saved_bytes, _us(costs.fixed_ps + point.cut.time_ps))
+def _frontier(choice: Choice, costs: CostGraph) -> tuple[FrontierPoint, ...]:
+    """What was considered, by rising time. A chosen plan that another one beats by a hair stands among them as well."""
+    chosen = _frontier_point(choice.chosen, costs)
+    others = [_frontier_point(candidate, costs) for candidate in choice.frontier]
+    points = {*others, chosen}
+    ordered = sorted(points, key=lambda point: (point.step_us, -point.peak_bytes, point.saved_bytes))
+    return tuple(replace(point, chosen=point == chosen) for point in ordered)
+
+
+def _frontier_point(candidate: Candidate, costs: CostGraph) -> FrontierPoint:
+    peak_bytes, step_us = candidate.projection.peak_bytes, _us(costs.fixed_ps + candidate.cut.time_ps)
+    return FrontierPoint(peak_bytes, candidate.cut.saved_bytes, step_us, chosen=False)
+
+
+def _timeline(projection: Projection, modules: Mapping[str, str]) -> tuple[Moment, ...]:
+    """The memory at each kernel. Of more than ``MAX_MOMENTS``, each run of neighbours is stood for by its highest."""
+    kernels = projection.timeline
+    length = -(-len(kernels) // MAX_MOMENTS) or 1
+    runs = [kernels[start : start + length] for start in range(0, len(kernels), length)]
+    return tuple(_moment(max(run, key=lambda kernel: kernel.bytes), modules) for run in runs)
+
+
+def _moment(kernel: Instant, modules: Mapping[str, str]) -> Moment:
+    side: StepSide = "backward" if kernel.is_backward else "forward"
+    return Moment(kernel.name, modules.get(kernel.name, ""), side, kernel.bytes)
+
+
+def _peak_values(projection: Projection, modules: Mapping[str, str]) -> tuple[PeakValue, ...]:
+    """What is alive at the peak; a copy belongs to the module of what it copies."""
+    return tuple(
+        PeakValue(name, size, modules.get(name.removesuffix(COPY_SUFFIX), "")) for name, size in projection.peak_values
+    )
 
 
 def _is_shown(joint: JointGraph, index: int) -> bool:
@@ -130,6 +175,9 @@ def _reason(
         return "free", "an input of the step, alive anyway"
     if value.base != value.index:
         return "free", f"a view of {joint.values[value.base].name}"
+    if value.is_copy:
+        which = f"in pass {value.repetition} over its block" if value.repetition else "in the backward of its block"
+        return "recompute", f"computed once more, {which}: what came before it was not kept"
     if value.side is Side.EITHER and value.index in cut.redo and not must_recompute(joint, value):
         return "free", "only backward needs it, so it is computed there, once"
     if value.index in cut.redo:

@@ -1,38 +1,36 @@
 """The search: the cheapest decision whose projected peak is within the budget.
 
-The candidates do not depend on the budget: the hull of the cut, the points between its vertices, and the same with
-every k-th narrow point kept. A budget takes the fastest candidate that fits. So a smaller budget can only take a slower
-candidate with a lower peak: the peak never rises when the budget falls.
+The candidates do not depend on the budget: the hull of the cut and the points between its vertices, and the plans of
+the chain (chain.py) for every amount of memory. A budget takes the fastest candidate that fits. So a smaller budget can
+only take a slower candidate with a lower peak: the peak never rises when the budget falls.
 """
 
 from __future__ import annotations
 
-import math
+import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
 
+from .again import Unrolled, unroll
+from .chain import Chain
 from .cost import CostGraph
-from .cut import Cut, CutProblem, CutValue, Sweep, between, cut_of_saved, fastest_price, keeping, leaps, solve, sweep
+from .cut import Cut, CutProblem, CutValue, Sweep, between, cut_of_saved, leaps, sweep, without_dead_ends
 from .errors import BudgetInfeasibleError, CannotPartitionError
+from .holds import Holds, holds
 from .joint import JointGraph, Side
 from .legality import Permission
 from .memory import MemoryModel, Projection
-from .narrow import narrow_points
 from .units import format_bytes
 
 # Bounds on the work of a search. The hull of a 12-layer GPT has about 20 vertices, and a vertex takes two solves; both
 # figures from benchmarks/first.py. A sweep that is cut short is coarser, not wrong.
 MAX_CUTS = 48
-MAX_CUTS_KEPT = 8
+MAX_CUTS_HELD = 8
 BYTE_STEPS = 1000  # gaps of the hull below this part of all bytes are not looked into
 MAX_POINTS = 256
-MAX_POINTS_KEPT = 32
 MAX_LEAP = 4
-
-# Held back from a budget under Inductor, whose fusions are predicted and not known: the largest excess of a measured
-# peak over the projected one seen on language models is 1.5 % (docs/memory-model.md, "How exact").
-RESERVE = Fraction(2, 100)
+MEMORY_STEPS = 512  # units of memory in the table of the chain
+NUM_LAST = 8  # of the chain's plans in the least memory, of which the smallest is taken
 
 # Without a budget, plans whose projected steps differ by less than this count as equally fast and the lowest peak wins:
 # the cost model does not resolve a difference as small (docs/decisions/0003-no-budget.md has the measurements).
@@ -45,7 +43,7 @@ class Candidate:
 
     cut: Cut
     projection: Projection
-    kept: int = 0  # how many narrow points are kept as boundaries
+    unrolled: Unrolled | None = None  # the graph with repetitions, where a value is computed more than once
     is_legal: bool = True
 
 
@@ -86,39 +84,55 @@ def search(
     inductor: Candidate,
     budget_bytes: int | None,
     fixed_ps: int,
+    limit_bytes: int | None = None,
 ) -> Choice:
     """Choose a decision for one graph whose undecided part takes ``fixed_ps``.
+
+    Args:
+        joint: the graph.
+        problem: its prices and permissions.
+        model: replays decisions.
+        inductor: plain Inductor's own decision.
+        budget_bytes: what the user gave, if anything.
+        fixed_ps: the part of the step's time that no decision changes.
+        limit_bytes: the highest projected peak to accept, where it is not to be worked out from the budget.
 
     Raises:
         BudgetInfeasibleError: no candidate's projected peak is within the budget.
         CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
     """
-    reserve = RESERVE if model.fuses else Fraction(0)
-    limit = _limit_bytes(inductor, budget_bytes, reserve)
+    limit = _limit_bytes(inductor, budget_bytes) if limit_bytes is None else limit_bytes
     main = sweep(problem, MAX_CUTS, sum(value.bytes for value in problem) // BYTE_STEPS)
     considered = _Considered(model, limit, [Candidate(cut, model.project(cut)) for cut in main.vertices])
     considered.add([inductor] if inductor.is_legal else [])
     between_vertices = _between_all(problem, main)
     considered.add_lazily(between_vertices)
-    for kept in _boundary_sets(joint):
-        _consider_kept(problem, kept, considered)
+    settled = without_dead_ends(problem)
+    found = holds(joint, settled, model, MAX_CUTS_HELD)
+    plans = _ChainPlans(joint, settled, model, found) if found is not None else None
+    considered.add(plans.within(limit) if plans is not None else [])
     chosen = considered.best()
     if chosen is not None and budget_bytes is None:
-        chosen = considered.smallest_within(chosen.cut.time_ps + _resolution_ps(chosen, fixed_ps), between_vertices)
-    chosen = chosen or (considered.smallest() if budget_bytes is None else None)
+        deadline_ps = chosen.cut.time_ps + _resolution_ps(chosen, fixed_ps)
+        considered.add(plans.fast(deadline_ps) if plans is not None else [])
+        chosen = considered.smallest_within(deadline_ps, between_vertices)
     if chosen is None:
-        raise BudgetInfeasibleError(_infeasible(budget_bytes or limit, considered.smallest(), model, reserve))
+        considered.add(plans.smallest() if plans is not None else [])
+        chosen = considered.smallest()
+        if budget_bytes is not None:
+            smallest = chosen.projection
+            raise refusal(budget_bytes, smallest.peak_bytes, smallest.peak_values, model.gradient_bytes)
     bound = main.lower_bound_ps(max(0, (budget_bytes or limit) - model.baseline_bytes))
     bound = chosen.cut.time_ps if bound is None else min(bound, chosen.cut.time_ps)
     return Choice(chosen, inductor, considered.frontier(), bound)
 
 
-def _limit_bytes(inductor: Candidate, budget_bytes: int | None, reserve: Fraction) -> int:
+def _limit_bytes(inductor: Candidate, budget_bytes: int | None) -> int:
     """The highest projected peak that is accepted: what the budget leaves, and never more than plain Inductor needs."""
     most = inductor.projection.peak_bytes
     if budget_bytes is None or (inductor.is_legal and budget_bytes >= most):
         return most
-    return int(budget_bytes / (1 + reserve))
+    return budget_bytes
 
 
 def _resolution_ps(candidate: Candidate, fixed_ps: int) -> int:
@@ -136,7 +150,7 @@ class _Considered:
     def add(self, candidates: list[Candidate]) -> None:
         self.projected.extend(candidates)
 
-    def add_lazily(self, cuts: Iterable[Cut], kept: int = 0) -> None:
+    def add_lazily(self, cuts: Iterable[Cut]) -> None:
         """Project the cuts in the order of their time, until one fits or is no faster than the best so far."""
         fastest_first = sorted(cuts, key=lambda cut: (cut.time_ps, cut.saved_bytes))
         best = self.best()
@@ -147,7 +161,7 @@ class _Considered:
             if self.model.baseline_bytes + cut.saved_bytes > self.limit_bytes:
                 self.unprojected.append(cut)  # what is saved alone is more than the limit
                 continue
-            self.projected.append(Candidate(cut, self.model.project(cut), kept))
+            self.projected.append(Candidate(cut, self.model.project(cut)))
             if self.projected[-1].projection.peak_bytes <= self.limit_bytes:
                 self.unprojected.extend(fastest_first[position + 1 :])
                 return
@@ -187,22 +201,57 @@ class _Considered:
         return tuple(kept)
 
 
-def _boundary_sets(joint: JointGraph) -> list[tuple[int, ...]]:
-    """Every narrow point, every second one, every fourth, and so on."""
-    points = narrow_points(joint)
-    strides = [2**k for k in range(len(points).bit_length())]
-    return [points[stride - 1 :: stride] for stride in strides]
+class _ChainPlans:
+    """The plans of a chain, by falling memory and rising time; each is unrolled and replayed when it is asked for."""
+
+    def __init__(self, joint: JointGraph, problem: CutProblem, model: MemoryModel, held: Holds) -> None:
+        self.joint, self.problem, self.model, self.held = joint, problem, model, held
+        self.chain = Chain(held.blocks, MEMORY_STEPS, -(-held.largest_bytes // MEMORY_STEPS) or 1)
+        self.units = self.chain.breakpoints()
+        self.known: dict[int, Candidate] = {}
+
+    def at(self, position: int) -> Candidate:
+        """The plan for one amount of memory."""
+        if position not in self.known:
+            plan = self.chain.plan(self.units[position])
+            graph = unroll(self.joint, self.problem, self.held.chain, self.held.always_saved, plan)
+            cut = cut_of_saved(_unrolled_problem(self.problem, graph), graph.saved)
+            projection = replace(self.model, joint=graph.joint).project(cut)
+            repeats = len(graph.origin) > len(self.joint.values)
+            self.known[position] = Candidate(cut, projection, graph if repeats else None)
+        return self.known[position]
+
+    def within(self, limit_bytes: int) -> list[Candidate]:
+        """The fastest plan that fits, and what was replayed to find it."""
+        position = bisect.bisect_left(range(len(self.units)), True, key=lambda i: self._fits(i, limit_bytes))
+        if position == len(self.units):
+            self.smallest()
+        return list(self.known.values())
+
+    def _fits(self, position: int, limit_bytes: int) -> bool:
+        return self.at(position).projection.peak_bytes <= limit_bytes
+
+    def fast(self, deadline_ps: int) -> list[Candidate]:
+        """The plan in the least memory that is no slower than ``deadline_ps``."""
+        position = bisect.bisect_right(range(len(self.units)), deadline_ps, key=lambda i: self.at(i).cut.time_ps)
+        return [self.at(position - 1)] if position else []
+
+    def smallest(self) -> list[Candidate]:
+        """The last plans: what the table cannot see decides among them, and the very last need not be the smallest."""
+        return [self.at(position) for position in range(max(0, len(self.units) - NUM_LAST), len(self.units))]
 
 
-def _consider_kept(problem: CutProblem, kept: tuple[int, ...], considered: _Considered) -> None:
-    family = keeping(problem, [i for i in kept if problem[i].save_ps is not None])
-    best = considered.best()
-    if best is not None and solve(family, fastest_price(family)).time_ps >= best.cut.time_ps:
-        return
-    found = sweep(family, MAX_CUTS_KEPT, sum(value.bytes for value in family) // BYTE_STEPS)
-    steps = zip(found.vertices, found.vertices[1:], strict=False)
-    inner = [cut for fast, small in steps for cut in between(family, fast, small)]
-    considered.add_lazily([*found.vertices, *_thinned(inner, MAX_POINTS_KEPT)], len(kept))
+def _unrolled_problem(problem: CutProblem, graph: Unrolled) -> CutProblem:
+    """The problem of a graph with repetitions: prices are those of the values that are repeated."""
+    required = graph.joint.required
+    return tuple(
+        CutValue(value.name, value.inputs, i in required, old.bytes, old.save_ps, old.recompute_ps)
+        if value.side is not Side.BACKWARD
+        else old
+        for i, (value, old) in enumerate(
+            (value, problem[origin]) for value, origin in zip(graph.joint.values, graph.origin, strict=True)
+        )
+    )
 
 
 def inductor_candidate(
@@ -241,15 +290,18 @@ def _thinned(cuts: list[Cut], most: int) -> list[Cut]:
     return cuts[::step]
 
 
-def _infeasible(budget_bytes: int, smallest: Candidate, model: MemoryModel, reserve: Fraction) -> str:
-    best = smallest.projection
-    reachable = math.ceil(best.peak_bytes * (1 + reserve))
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in best.peak_values[:4])
-    rest = " and smaller values" if len(best.peak_values) > 4 else ""
-    return (
+def refusal(
+    budget_bytes: int, smallest_bytes: int, peak_values: Sequence[tuple[str, int]], gradient_bytes: int
+) -> BudgetInfeasibleError:
+    """The error for a budget that no plan meets, the smallest of which has this peak, made of these values."""
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak_values[:4])
+    rest = " and smaller values" if len(peak_values) > 4 else ""
+    return BudgetInfeasibleError(
         f"The memory budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) cannot be met: the smallest peak"
-        f" that can be reached is {format_bytes(reachable, round_up=True)} ({reachable} bytes). It is made of"
-        f" {parts}{rest}; {format_bytes(model.gradient_bytes)} of gradients stay until the end of the step. A smaller"
+        f" that can be reached is {format_bytes(smallest_bytes, round_up=True)} ({smallest_bytes} bytes). It is made of"
+        f" {parts}{rest}; {format_bytes(gradient_bytes)} of gradients stay until the end of the step. A smaller"
         " batch, shorter sequences or a lower-precision dtype would help; fallback='inductor' (REMAT_FALLBACK=inductor)"
-        " compiles as plain Inductor does, without a budget."
+        " compiles as plain Inductor does, without a budget.",
+        budget_bytes,
+        smallest_bytes,
     )

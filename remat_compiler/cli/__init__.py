@@ -6,8 +6,9 @@ Nothing here imports torch: looking at a plan file must be immediate.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -17,10 +18,24 @@ from remat_passes.errors import RematError
 from .diff import diff_plans
 from .dump import dump_plans
 from .explain import explain_value
+from .frontier import show_frontiers
 from .plan_files import Refused
 from .run import Settings, run_training
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
 TEXT_OR_JSON = click.Choice(["text", "json"])
+
+
+def picture_option(what: str) -> Callable[[Command], Command]:
+    """The option ``--plot``."""
+    return click.option(
+        "--plot",
+        "picture",
+        metavar="OUT.svg",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help=f"Draw {what} into this file as well: .svg, .pdf or .png. Needs matplotlib.",
+    )
 
 
 class RematGroup(click.Group):
@@ -89,7 +104,8 @@ def run_command(
 )
 @click.option("--all", "every_value", is_flag=True, help="List the values that cost no memory, too (text only).")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file, not to stdout.")
-def dump_command(path: Path, form: str, every_value: bool, output: Path | None) -> None:
+@picture_option("memory over the step, with what is alive at the peak,")
+def dump_command(path: Path, form: str, every_value: bool, output: Path | None, picture: Path | None) -> None:
     """Show what was chosen, by module.
 
     DIR is the folder that REMAT_DUMP_DIR or --dump-dir named; FILE is one plan file (*.plan.json) in it. Layers that
@@ -99,8 +115,35 @@ def dump_command(path: Path, form: str, every_value: bool, output: Path | None) 
     Example:
       remat dump plans
       remat dump plans --format dot --output cut.dot
+      remat dump plans --plot memory.svg
     """
-    dump_plans(path, form, every_value, output)
+    dump_plans(path, form, every_value, output, picture)
+
+
+@main.command("frontier")
+@click.argument("path", metavar="DIR|FILE", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "csv"]),
+    default="text",
+    help="text for people, json for programs, csv for spreadsheets.  [default: text]",
+)
+@picture_option("peak against step time")
+def frontier_command(path: Path, form: str, picture: Path | None) -> None:
+    """Show what a smaller peak costs in time.
+
+    For each graph every plan that none of those considered beats in both peak and step time: its peak, its step, both
+    beside plain Inductor's, and the time that each MiB gained costs. The plan that was chosen is marked. DIR and FILE
+    are as for 'remat dump'.
+
+    \b
+    Example:
+      remat frontier plans
+      remat frontier plans --plot frontier.svg
+      remat frontier plans --format csv
+    """
+    show_frontiers(path, form, picture)
 
 
 @main.command("explain")

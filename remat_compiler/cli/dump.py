@@ -11,29 +11,34 @@ from typing import Any
 
 from rich.text import Text
 
-from remat_passes.plan import DECISIONS, SCHEMA, RematPlan, ValuePlan
+from remat_passes.plan import DECISIONS, SCHEMA, RematPlan
 from remat_passes.units import format_bytes
 
 from .dot import dot_graph
 from .frontier import frontier_section
 from .groups import group_record, group_values, total
-from .headline import count, headline, percent, summary, time_text
+from .headline import headline, summary, time_text
+from .peak import peak_section
+from .picture import check_picture, write_picture
 from .plan_files import WrongUse, read_plans
-from .tables import Column, Row, clean, fitted_table, heading, page_width, render, wants_colour, write
+from .tables import Column, Row, fitted_table, heading, page_width, render, wants_colour, write
 from .value_table import value_section
 
-NUM_PEAK_VALUES = 10
-AT_THE_PEAK = {"save": "saved", "recompute": "recomputed", "free": "free"}
 
-
-def dump_plans(path: Path, form: str, every_value: bool, output: Path | None) -> None:
-    """Show the plans at ``path`` on stdout, or write them to the file ``output``.
+def dump_plans(path: Path, form: str, every_value: bool, output: Path | None, picture: Path | None) -> None:
+    """Show the plans at ``path`` on stdout, or write them to the file ``output``; draw their memory into ``picture``.
 
     Raises:
-        WrongUse: there is nothing at ``path``, or ``output`` cannot be written.
+        WrongUse: there is nothing at ``path``, ``output`` cannot be written, or the picture drawn or written.
         PlanFileError: there is no plan at ``path``, or a damaged one.
     """
+    if picture is not None:
+        check_picture(picture)
     plans = read_plans(path)
+    if picture is not None:
+        from .memory_picture import memory_figure
+
+        write_picture(memory_figure, plans, picture)
     if form == "json":
         text = plans_json(plans, as_array=path.is_dir())
     elif form == "dot":
@@ -55,7 +60,7 @@ def _write_file(text: str, output: Path) -> None:
 
 
 def plans_json(plans: Sequence[RematPlan], *, as_array: bool) -> str:
-    """The plans as plan files hold them, each with its ``groups``."""
+    """The plans as plan files hold them, each with its ``groups`` and its ``gap``."""
     records = [plan_record(plan) for plan in plans]
     return json.dumps(records if as_array else records[0], sort_keys=True, indent=1) + "\n"
 
@@ -63,7 +68,7 @@ def plans_json(plans: Sequence[RematPlan], *, as_array: bool) -> str:
 def plan_record(plan: RematPlan) -> dict[str, Any]:
     """One plan for JSON; it can be read back as a plan file."""
     groups = [group_record(group) for group in group_values(plan.values)]
-    return {"schema": SCHEMA, **asdict(plan), "groups": groups}
+    return {"schema": SCHEMA, **asdict(plan), "groups": groups, "gap": plan.gap}
 
 
 def report(plans: Sequence[RematPlan], width: int, every_value: bool) -> list[Text]:
@@ -74,7 +79,7 @@ def report(plans: Sequence[RematPlan], width: int, every_value: bool) -> list[Te
         parts += headline(plan, width)
         parts += value_section(plan, width, every_value)
         parts += _totals(plan, width)
-        parts += _peak_section(plan, width)
+        parts += peak_section(plan, width)
         parts += frontier_section(plan, width)
     return parts
 
@@ -100,27 +105,3 @@ def _totals(plan: RematPlan, width: int) -> list[Text]:
         paid = time_text(plan.recompute_us) if decision == "recompute" else "-"
         rows.append((decision, str(sums.num_values), format_bytes(sums.bytes), paid, MEANINGS[decision]))
     return [heading("In all", width), Text(), fitted_table(columns, rows, width)]
-
-
-def _what_it_is(value: ValuePlan) -> str:
-    return clean(f"{AT_THE_PEAK[value.decision]}: {value.op} in {value.module or 'the top level'}")
-
-
-def _peak_section(plan: RematPlan, width: int) -> list[Text]:
-    if not plan.peak_values:
-        return []
-    known = {value.name: _what_it_is(value) for value in plan.values}
-    largest = sorted(plan.peak_values, key=lambda entry: -entry[1])[:NUM_PEAK_VALUES]
-    rows: list[Row] = [
-        (format_bytes(size), percent(size, plan.projected_peak_bytes), clean(name), known.get(name, ""))
-        for name, size in largest
-    ]
-    columns = [
-        Column("bytes", "right"),
-        Column("of peak", "right"),
-        Column("value", flexible=True),
-        Column("what it is", flexible=True),
-    ]
-    shown = f"{len(rows)} largest of {count(len(plan.peak_values), 'value')}"
-    title = f"Alive at the projected peak of {format_bytes(plan.projected_peak_bytes)} ({shown})"
-    return [heading(title, width), Text(), fitted_table(columns, rows, width)]

@@ -75,7 +75,7 @@ def explained(plan: RematPlan, name: str) -> Explanation:
         inputs=tuple(source for source in inputs if source not in known and _is_input(source)),
         missing=tuple(source for source in inputs if source not in known and not _is_input(source)),
         needed_by=tuple(user for user in plan.values if user.decision == "recompute" and name in user.inputs),
-        alive_at_peak=any(alive == name for alive, _ in plan.peak_values),
+        alive_at_peak=any(alive.name == name for alive in plan.peak_values),
     )
 
 
@@ -126,7 +126,7 @@ def _is_input(name: str) -> bool:
 
 
 def _unknown(plan: RematPlan, name: str, known: list[str]) -> str:
-    if _is_input(name) or name in dict(plan.peak_values):
+    if _is_input(name) or any(alive.name == name for alive in plan.peak_values):
         return (
             f"Nothing was decided about {name!r} in {plan.graph_id}: backward does not need it from forward."
             " It is an input, or it lives in one half of the step only."

@@ -152,6 +152,19 @@ def _groups_of(paths: dict[Indices, str], by_module: dict[str, list[ValuePlan]],
     return groups
 
 
+def fold_paths(modules: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Module paths by a label, those together that differ in integer components only: ``blocks.0-15.mlp``."""
+    alike: dict[Pattern, dict[Indices, str]] = {}
+    for module in modules:
+        pattern, indices = _split_path(module)
+        alike.setdefault(pattern, {})[indices] = module
+    return tuple(
+        (_label(pattern, box), tuple(paths[indices] for indices in _members(box)))
+        for pattern, paths in alike.items()
+        for box in _boxes(set(paths))
+    )
+
+
 def _split_path(module: str) -> tuple[Pattern, Indices]:
     """``blocks.3.mlp`` as the pattern ``blocks.*.mlp`` and the indices ``(3,)``."""
     components = module.split(".")

@@ -10,6 +10,7 @@ from rich.text import Text
 from remat_passes.plan import RematPlan
 from remat_passes.units import format_bytes, format_us
 
+from .certificate import certificate_lines
 from .groups import total
 from .tables import BOLD, DIM, INDENT, NOTE, Column, Row, clean, fitted_table, labelled, paragraph, wrapped
 
@@ -35,10 +36,11 @@ def count(num: int, noun: str) -> str:
 
 
 def headline(plan: RematPlan, width: int) -> list[Text]:
-    """What the plan promises, as a titled list of figures."""
+    """What the plan promises: a titled list of figures, and how close it is to the best there is."""
     origin = f"planned for {plan.device} with the {plan.cost_model} cost model, lowered by {plan.lowering},"
     title = Text.assemble((clean(plan.graph_id), BOLD), "  ", (clean(f"{origin} torch {plan.torch_version}"), DIM))
-    return [wrapped(title, width), Text(), labelled(_figures(plan), width), *_notes(plan.notes, width)]
+    figures = labelled(_figures(plan), width)
+    return [wrapped(title, width), Text(), figures, *_notes(plan.notes, width), Text(), *certificate_lines(plan, width)]
 
 
 def _figures(plan: RematPlan) -> list[Row]:
@@ -48,7 +50,6 @@ def _figures(plan: RematPlan) -> list[Row]:
         ("step time", time_text(plan.step_us), _against_inductor_step(plan)),
         ("saved", format_bytes(plan.saved_bytes), _saved(plan)),
         ("recompute", time_text(plan.recompute_us), _recomputed(plan)),
-        ("lower bound", time_text(plan.lower_bound_us), _gap(plan)),
         ("micro-batches", str(plan.num_microbatches), _slices(plan.num_microbatches)),
         ("before the step", format_bytes(plan.baseline_bytes), "allocated already: parameters, buffers, inputs"),
         ("gradients", format_bytes(plan.gradient_bytes), "of the parameters, alive at the end of the step"),
@@ -98,13 +99,6 @@ def _recomputed(plan: RematPlan) -> str:
     values = count(dropped.num_values, "dropped value")
     share = percent(plan.recompute_us, plan.step_us)
     return f"{share} of the step, to compute {values} ({format_bytes(dropped.bytes)}) again"
-
-
-def _gap(plan: RematPlan) -> str:
-    if not 0 < plan.lower_bound_us < math.inf:
-        return "not known"
-    gap = 100 * (plan.step_us / plan.lower_bound_us - 1)
-    return f"no plan for this budget can be faster; this one is within {max(gap, 0):.1f}%"
 
 
 def _slices(num_microbatches: int) -> str:

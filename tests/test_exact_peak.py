@@ -1,0 +1,248 @@
+"""The search against every decision of small graphs, and the integer program of exact_peak.py against the same.
+
+``make test`` holds the search to the optimum where the optimum is certain; benchmarks/exact.py does it on larger graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from exact_peak import ExactPeak, decidable, every_decision, fastest_ps
+from graphs import JointBuilder, Staged, chain, choose, staged
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from remat_passes.errors import BudgetInfeasibleError, CannotPartitionError
+from remat_passes.joint import JointGraph
+from remat_passes.search import Candidate
+
+aten = torch.ops.aten
+
+SEEDS = tuple(range(40))
+LARGEST = (8, 8, 8, 10, 8, 8, 8, 10, 8, 14)  # decidable values, by seed: 14 make 16,384 decisions, which take seconds
+
+
+# -- random graphs ----------------------------------------------------------------------------------------------------
+
+
+class RandomStep:
+    """A step of random ops on matrices with the same rows: products that change the width, pointwise chains, diamonds,
+    skips, views, ops with two results, random numbers, and marks of the user."""
+
+    WIDTHS = (4, 16, 32, 64)
+    UNARY = (aten.exp.default, aten.sigmoid.default, aten.neg.default)
+    BINARY = (aten.mul.Tensor, aten.add.Tensor)
+
+    def __init__(self, seed: int, num_ops: int) -> None:
+        self.random, self.build = random.Random(seed), JointBuilder()
+        self.num_rows = self.random.choice((32, 128, 512))
+        self.weights: dict[tuple[int, int], list[fx.Node]] = {}
+        self.values = [self.build.primal(self.num_rows, self.random.choice(self.WIDTHS))]  # of floats
+        self.readable = list(self.values)  # for backward: also masks and moments
+        for _ in range(num_ops):
+            self.values.append(self._op(self._recent()))
+            self.readable.append(self.values[-1])
+
+    def joint(self) -> JointGraph:
+        outputs = [self.values[-1]]
+        if self.random.random() < 0.3:
+            outputs.append(self.random.choice(self.values[1:]))
+        return self.build.joint(outputs, self._backward(outputs[0]))
+
+    def _recent(self) -> fx.Node:
+        """The last value, or one a few back: a skip."""
+        return self.values[-1] if self.random.random() < 0.7 else self.random.choice(self.values[-4:])
+
+    def _op(self, x: fx.Node) -> fx.Node:
+        kind = self.random.choice(("unary", "unary", "binary", "product", "product", "norm", "moments", "dropout", "view"))
+        if kind == "binary":
+            return self._marked(self.random.choice(self.BINARY), x, self._like(x))
+        if kind == "product":
+            return self._product(x)
+        if kind == "norm":
+            return self.build.call(aten.div.Tensor, x, self._marked(aten.sum.dim_IntList, x, [1], True))
+        if kind == "moments":
+            both = self.build.call(aten.var_mean.dim, x, [1], True, True)
+            variance, mean = (self.build.call(operator.getitem, both, part) for part in (0, 1))
+            self.readable += [variance, mean]
+            return self.build.call(aten.mul.Tensor, self.build.call(aten.sub.Tensor, x, mean), variance)
+        if kind == "dropout":
+            dropped = self.build.call(aten.native_dropout.default, x, 0.5, True)
+            out, mask = (self.build.call(operator.getitem, dropped, part) for part in (0, 1))
+            self.readable.append(mask)
+            return out
+        if kind == "view":
+            flat = self.build.call(aten.view.default, x, [width_of(x) * self.num_rows])
+            return self.build.call(aten.view.default, self._marked(self.random.choice(self.UNARY), flat), [*shape(x)])
+        return self._marked(self.random.choice(self.UNARY), x)
+
+    def _marked(self, op: object, *args: object) -> fx.Node:
+        """An op, one in ten with a mark that binds."""
+        policies = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
+        mark = {"recompute": self.random.choice(policies)} if self.random.random() < 0.1 else {}
+        return self.build.call(op, *args, **mark)  # type: ignore[arg-type]
+
+    def _like(self, x: fx.Node) -> fx.Node:
+        return self.random.choice([value for value in self.values if shape(value) == shape(x)])
+
+    def _product(self, x: fx.Node, width: int | None = None) -> fx.Node:
+        key = (width_of(x), width or self.random.choice(self.WIDTHS))
+        known = self.weights.setdefault(key, [])
+        if not known or self.random.random() < 0.7:
+            known.append(self.build.primal(*key))
+        return self._marked(aten.mm.default, x, self.random.choice(known))
+
+    def _backward(self, output: fx.Node) -> list[fx.Node | None]:
+        """The tangent meets some of the values in reverse order; what has another width gives a weight's gradient."""
+        gradient, gradients = self.build.tangent(*shape(output)), []
+        for value in reversed(self.readable):
+            if self.random.random() < 0.25:
+                continue
+            if width_of(value) in (1, width_of(gradient)):
+                gradient = self.build.call(aten.mul.Tensor, gradient, value)
+            elif value.meta["val"].is_floating_point():
+                gradients.append(self.build.call(aten.mm.default, self.build.call(aten.t.default, value), gradient))
+            if self.random.random() < 0.3:
+                gradient = self._back_through_a_weight(gradient)
+        returned = [value for value in self.values[1:] if self.random.random() < 0.05]
+        return [*gradients, *returned, gradient]
+
+    def _back_through_a_weight(self, gradient: fx.Node) -> fx.Node:
+        fitting = [w for (_, width), found in self.weights.items() for w in found if width == width_of(gradient)]
+        if not fitting:
+            return gradient
+        transposed = self.build.call(aten.t.default, self.random.choice(fitting))
+        return self.build.call(aten.mm.default, gradient, transposed)
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def width_of(node: fx.Node) -> int:
+    return shape(node)[1]
+
+
+def random_graph(seed: int) -> JointGraph:
+    """The first graph of a series that can be partitioned, with enough to decide and not too much for brute force."""
+    for attempt in range(100):
+        joint = RandomStep(1000 * seed + attempt, num_ops=4 + seed % 5).joint()
+        try:
+            problem = staged(joint).problem
+        except CannotPartitionError:
+            continue  # marks that contradict each other
+        if 4 + seed % 5 <= len(decidable(joint, problem)) <= LARGEST[seed % len(LARGEST)]:
+            return joint
+    raise AssertionError(f"no graph of a fit size for seed {seed}")
+
+
+# -- the oracles ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small graph with all of its decisions."""
+
+    graph: Staged
+    decisions: tuple[Candidate, ...]
+
+    @property
+    def yardstick_bytes(self) -> int:
+        """No budget lets the search above what plain Inductor needs."""
+        return self.graph.inductor.projection.peak_bytes
+
+    @property
+    def budgets(self) -> list[int]:
+        """Each peak at which the optimum changes, and one byte less: all that there is to ask. The first is met by no
+        decision."""
+        peaks: list[int] = []
+        for decision in sorted(self.decisions, key=lambda d: (d.cut.time_ps, d.projection.peak_bytes)):
+            peak_bytes = decision.projection.peak_bytes
+            if peak_bytes <= self.yardstick_bytes and (not peaks or peak_bytes < peaks[-1]):
+                peaks.append(peak_bytes)
+        return sorted({near for peak_bytes in peaks for near in (peak_bytes - 1, peak_bytes)})
+
+
+@functools.lru_cache(maxsize=4)
+def case(name: int | str, fuses: bool) -> Case:
+    joint = random_graph(name) if isinstance(name, int) else KNOWN[name]()
+    graph = staged(joint, fuses=fuses)
+    return Case(graph, every_decision(joint, graph.problem, graph.model))
+
+
+KNOWN = {
+    "chain": lambda: chain(8, 256, aten.exp.default),
+    "one value": lambda: chain(1, 256, aten.exp.default),
+}
+NAMES = (*KNOWN, *SEEDS)
+
+every_case = pytest.mark.parametrize("name", NAMES)
+both_lowerings = pytest.mark.parametrize("fuses", [False, True], ids=["eager", "fused"])
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+def chosen_or_none(graph: Staged, budget_bytes: int) -> Candidate | None:
+    try:
+        return choose(graph, budget_bytes).chosen
+    except BudgetInfeasibleError:
+        return None
+
+
+@both_lowerings
+@every_case
+def test_the_search_finds_the_best_of_all_decisions(name: int | str, fuses: bool) -> None:
+    """At every budget at which the answer changes: exactly the least time, and a refusal exactly where no decision is
+    within the budget. A plan that computes a value more than once is no decision of that kind and may be better."""
+    found = case(name, fuses)
+    for budget_bytes in found.budgets:
+        chosen, fastest = chosen_or_none(found.graph, budget_bytes), fastest_ps(found.decisions, budget_bytes)
+        if chosen is None:
+            assert fastest is None, f"{budget_bytes} bytes are refused; {fastest} ps are possible"
+            continue
+        assert chosen.projection.peak_bytes <= budget_bytes
+        if chosen.unrolled is None:
+            assert chosen.cut.time_ps == fastest, f"at {budget_bytes} bytes"
+        else:
+            assert fastest is None or chosen.cut.time_ps <= fastest, f"at {budget_bytes} bytes"
+
+
+# -- the integer program ----------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_the_program_is_never_above_the_best_of_all_decisions(name: int | str) -> None:
+    """Its bound is valid, it refuses only what cannot be met, and the decision that it names is the best one."""
+    found = case(name, fuses=False)
+    program = ExactPeak(found.graph.joint, found.graph.problem, found.graph.model)
+    for budget_bytes in found.budgets:
+        optimum, fastest = program.solve(budget_bytes), fastest_ps(found.decisions, budget_bytes)
+        assert optimum.is_proven
+        if optimum.is_infeasible or fastest is None:
+            assert optimum.is_infeasible == (fastest is None), f"at {budget_bytes} bytes"
+            continue
+        assert optimum.bound_ps == pytest.approx(fastest, rel=1e-5, abs=1), f"at {budget_bytes} bytes"
+        assert optimum.best is not None
+        assert optimum.best.cut.time_ps == fastest
+        assert optimum.best.projection.peak_bytes <= budget_bytes
+
+
+def test_the_program_refuses_a_model_that_fuses() -> None:
+    graph = staged(chain(2, 256, aten.exp.default), fuses=True)
+    with pytest.raises(ValueError, match="fuses"):
+        ExactPeak(graph.joint, graph.problem, graph.model)
+
+
+def test_out_of_time_the_program_still_bounds() -> None:
+    """Whatever it reached before it was stopped is below every decision."""
+    found = case("chain", fuses=False)
+    program = ExactPeak(found.graph.joint, found.graph.problem, found.graph.model)
+    for budget_bytes in found.budgets[1:]:
+        fastest = fastest_ps(found.decisions, budget_bytes)
+        assert program.solve(budget_bytes, time_limit_s=1e-4).bound_ps <= (fastest or 0) + 1
