@@ -115,7 +115,8 @@ class LlamaBlock(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
         normed = self.norm_mlp(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        mixed: Tensor = self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return x + mixed
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -165,7 +166,8 @@ class Attention(nn.Module):
         return attended
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        batch, tokens, width = x.shape
+        return x.view(batch, tokens, self.num_heads, width // self.num_heads).transpose(1, 2)
 
 
 def _mlp(width: int) -> nn.Sequential:
@@ -212,7 +214,8 @@ class PreNormBlock(nn.Module):
         super().__init__()
         self.causal = causal
         self.norm_attention, self.attention = nn.LayerNorm(width), Attention(width, num_heads)
-        self.norm_cross, self.cross = (nn.LayerNorm(width), Attention(width, num_heads)) if cross else (None, None)
+        self.norm_cross = nn.LayerNorm(width) if cross else None
+        self.cross = Attention(width, num_heads) if cross else None
         self.norm_mlp, self.mlp = nn.LayerNorm(width), _mlp(width)
 
     def forward(self, x: Tensor, encoded: Tensor | None = None) -> Tensor:
@@ -220,7 +223,8 @@ class PreNormBlock(nn.Module):
         x = x + self.attention(normed, normed, causal=self.causal)
         if self.norm_cross is not None and self.cross is not None and encoded is not None:
             x = x + self.cross(self.norm_cross(x), encoded)
-        return x + self.mlp(self.norm_mlp(x))
+        mixed: Tensor = self.mlp(self.norm_mlp(x))
+        return x + mixed
 
 
 class EncoderDecoder(nn.Module):

@@ -175,7 +175,8 @@ def hardware(device_type: str) -> str:
     suffix = "" if is_default else f", float32 as {precision[0]} in products and {precision[1]} in convolutions"
     if device_type == "cuda":
         return torch.cuda.get_device_name() + suffix
-    threads = f"{torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
     return f"{cpu_model()}, {threads}, {torch.backends.cpu.get_cpu_capability()}{suffix}"
 
 
@@ -325,6 +326,8 @@ def _keep(table: CostTable, path: Path) -> None:
                 stacklevel=4,
             )
         _UNSAVED[path] = table
+    else:
+        _UNSAVED.pop(path, None)
 
 
 # -- measuring

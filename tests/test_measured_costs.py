@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import remat_compiler
 from remat_compiler import measured_costs
+from remat_compiler.calibrate import write_atomically
 from remat_compiler.measured_costs import check_cost_model, export_cost_table, hardware, kernel_times, time_kernel
 from remat_compiler.options import Options, parse_options
 from remat_compiler.partitioner import RematPartitioner
@@ -508,6 +509,13 @@ def test_a_cache_that_can_be_read_and_not_written_holds_for_the_process(
         first = kernel_times(two_products(), SPEC, MEASURED, tmp_path)
     assert kernel_times(two_products(), SPEC, MEASURED, tmp_path) == first
     assert len(timed) == 3
+    monkeypatch.setattr(measured_costs, "write_atomically", write_atomically)  # it can be written again
+    monkeypatch.setattr(measured_costs, "time_kernel", lambda *_: 7.0)
+    more = graph_of(aten.mm.default, ((3, 3), F32), ((3, 3), F32))
+    kernel_times(more, SPEC, MEASURED, tmp_path)
+    assert len(cached(tmp_path).times_us) == 4
+    monkeypatch.setattr(measured_costs, "time_kernel", lambda *_: pytest.fail("it was timed before"))
+    kernel_times(more, SPEC, MEASURED, tmp_path)
 
 
 @pytest.mark.parametrize(

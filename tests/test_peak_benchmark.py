@@ -1,4 +1,4 @@
-"""The peak benchmark: what it concludes from points made up by hand, and that its models and systems do what they say."""
+"""The peak benchmark: what it concludes from points made by hand, and that its models and systems do as they say."""
 
 from __future__ import annotations
 

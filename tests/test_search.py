@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from remat_passes.cut import Cut, cut_of_saved, sweep
 from remat_passes.errors import BudgetInfeasibleError, CannotPartitionError
 from remat_passes.joint import JointGraph
 from remat_passes.narrow import narrow_points
-from remat_passes.search import RESERVE, TIME_RESOLUTION, Candidate, inductor_candidate
+from remat_passes.search import TIME_RESOLUTION, Candidate, inductor_candidate
 from remat_passes.units import format_bytes
 
 aten = torch.ops.aten
@@ -138,11 +137,6 @@ def brute_force(name: str, fuses: bool) -> Everything:
     return Everything(tuple(Candidate(cut, graph.model.project(cut)) for cut in cuts.values()))
 
 
-def budget_for(graph: Staged, peak_bytes: int) -> int:
-    """The smallest budget that lets a decision of that projected peak through."""
-    return math.ceil(peak_bytes * (1 + RESERVE)) if graph.model.fuses else peak_bytes
-
-
 def every_peak(everything: Everything) -> list[int]:
     """Budgets at and around each peak that any decision has."""
     peaks = {candidate.projection.peak_bytes for candidate in everything.candidates}
@@ -157,15 +151,20 @@ def try_choose(graph: Staged, budget_bytes: int | None) -> Candidate | None:
 
 
 @tiny_graphs
-def test_no_choice_is_better_than_the_best_of_all_decisions(name: str, fuses: bool) -> None:
+def test_the_best_of_all_decisions_is_chosen(name: str, fuses: bool) -> None:
+    """Or one that is better still, because it computes a value more than once."""
     graph, everything = tiny(name, fuses), brute_force(name, fuses)
     for budget_bytes in every_peak(everything):
         chosen, fastest_ps = try_choose(graph, budget_bytes), everything.fastest_ps(budget_bytes)
         if chosen is None:
+            assert fastest_ps is None, "a budget is refused that a decision meets"
             continue
-        assert fastest_ps is not None, "a budget is said to be met that no decision meets"
-        assert chosen.cut.time_ps >= fastest_ps
-        assert graph.model.project(chosen.cut) == chosen.projection
+        assert chosen.projection.peak_bytes <= budget_bytes
+        if chosen.unrolled is None:
+            assert chosen.cut.time_ps == fastest_ps
+            assert graph.model.project(chosen.cut).peak_bytes == chosen.projection.peak_bytes
+        else:
+            assert fastest_ps is None or chosen.cut.time_ps <= fastest_ps
 
 
 @tiny_graphs
@@ -183,8 +182,8 @@ def test_the_lower_bound_is_below_every_decision_within_the_budget(name: str, fu
     for budget_bytes in every_peak(everything):
         if try_choose(graph, budget_bytes) is None:
             continue
-        choice = choose(graph, budget_bytes)
-        assert choice.lower_bound_ps <= (everything.fastest_ps(budget_bytes) or 0)
+        choice, fastest_ps = choose(graph, budget_bytes), everything.fastest_ps(budget_bytes)
+        assert fastest_ps is None or choice.lower_bound_ps <= fastest_ps
         assert choice.lower_bound_ps <= choice.chosen.cut.time_ps
 
 
@@ -195,18 +194,18 @@ def test_where_the_best_of_all_decisions_lies_on_the_hull_it_is_chosen(name: str
     for cut in sweep(graph.problem, 100).vertices:
         peak_bytes = graph.model.project(cut).peak_bytes
         if peak_bytes <= graph.inductor.projection.peak_bytes and cut.time_ps == everything.fastest_ps(peak_bytes):
-            assert choose(graph, budget_for(graph, peak_bytes)).chosen.cut.time_ps == cut.time_ps
+            assert choose(graph, peak_bytes).chosen.cut.time_ps == cut.time_ps
 
 
 @pytest.mark.parametrize("fuses", [False, True])
 def test_the_tightest_budget_of_a_few_layers_is_that_of_all_decisions(fuses: bool) -> None:
+    """Or a smaller one, because values may be computed more than once."""
     graph, everything = tiny("products", fuses), brute_force("products", fuses)
-    smallest = everything.smallest_peak
-    budget_bytes = budget_for(graph, smallest)
+    smallest = named_peak(refusal(graph, 1))
 
-    assert named_peak(refusal(graph, budget_bytes - 1)) == budget_bytes
-    assert choose(graph, budget_bytes).chosen.projection.peak_bytes == smallest
-    assert smallest < graph.inductor.projection.peak_bytes * 0.9
+    assert smallest <= everything.smallest_peak < graph.inductor.projection.peak_bytes * 0.9
+    assert choose(graph, smallest).chosen.projection.peak_bytes == smallest
+    assert refusal(graph, smallest - 1)
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
@@ -252,7 +251,7 @@ def test_the_smallest_peak_that_a_refusal_names_can_be_reached(fuses: bool) -> N
     smallest = named_peak(refusal(graph, 1))
     chosen = choose(graph, smallest).chosen.projection.peak_bytes
 
-    assert budget_for(graph, chosen) == smallest
+    assert chosen == smallest
     assert named_peak(refusal(graph, smallest - 1)) == smallest
 
 
@@ -306,7 +305,6 @@ def test_a_deep_chain_needs_less_than_saving_all_and_than_recomputing_all() -> N
     held = graph.model.baseline_bytes
     for peak_bytes in (graph.inductor.projection.peak_bytes, nothing):
         assert smallest.projection.peak_bytes - held < (peak_bytes - held) * 0.7
-    assert smallest.kept > 0
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ def holds(joint: JointGraph, problem: CutProblem, model: MemoryModel, max_cuts: 
 
 
 def _boundaries(joint: JointGraph, problem: CutProblem) -> tuple[int, ...]:
-    """The narrow points that a chain is cut at: between two of them lies at least one kernel of its own, because what
-    pointwise work alone makes of a boundary is no boundary worth its bytes."""
+    """The narrow points that a chain is cut at: between two of them lies at least one kernel of its own, where there
+    are such, because what pointwise work alone makes of a boundary is no boundary worth its bytes."""
     points = [i for i in narrow_points(joint) if problem[i].save_ps is not None]
     fine = blocks(joint, points)
     heavy = {
@@ -94,7 +94,7 @@ def _boundaries(joint: JointGraph, problem: CutProblem) -> tuple[int, ...]:
         for v in joint.values
         if v.side is Side.FORWARD and v.kind in (OpKind.EXTERN, OpKind.SCATTER)
     }
-    kept = [point for block, point in enumerate(points) if block in heavy]
+    kept = [point for block, point in enumerate(points) if block in heavy] or points
     step = -(-len(kept) // MAX_BOUNDARIES) or 1
     return tuple(kept[step - 1 :: step])
 

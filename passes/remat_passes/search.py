@@ -16,6 +16,7 @@ from .chain import Chain
 from .cost import CostGraph
 from .cut import Cut, CutProblem, CutValue, Sweep, between, cut_of_saved, leaps, sweep, without_dead_ends
 from .errors import BudgetInfeasibleError, CannotPartitionError
+from .exact import MAX_DECIDABLE, best_cut, decidable
 from .holds import Holds, holds
 from .joint import JointGraph, Side
 from .legality import Permission
@@ -25,6 +26,7 @@ from .units import format_bytes
 # Bounds on the work of a search. The hull of a 12-layer GPT has about 20 vertices, and a vertex takes two solves; both
 # figures from benchmarks/first.py. A sweep that is cut short is coarser, not wrong.
 MAX_CUTS = 48
+MAX_CUTS_BESIDE = 12  # where there is a chain, which is finer
 MAX_CUTS_HELD = 8
 BYTE_STEPS = 1000  # gaps of the hull below this part of all bytes are not looked into
 MAX_POINTS = 256
@@ -102,16 +104,20 @@ def search(
         CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
     """
     limit = _limit_bytes(inductor, budget_bytes) if limit_bytes is None else limit_bytes
-    main = sweep(problem, MAX_CUTS, sum(value.bytes for value in problem) // BYTE_STEPS)
-    considered = _Considered(model, limit, [Candidate(cut, model.project(cut)) for cut in main.vertices])
-    considered.add([inductor] if inductor.is_legal else [])
-    between_vertices = _between_all(problem, main)
-    considered.add_lazily(between_vertices)
     settled = without_dead_ends(problem)
     found = holds(joint, settled, model, MAX_CUTS_HELD)
     plans = _ChainPlans(joint, settled, model, found) if found is not None else None
+    main = sweep(problem, MAX_CUTS if plans is None else MAX_CUTS_BESIDE, _total_bytes(problem) // BYTE_STEPS)
+    considered = _Considered(model, limit, [Candidate(cut, model.project(cut)) for cut in main.vertices])
+    considered.add([inductor] if inductor.is_legal else [])
+    between_vertices = _between_all(problem, main, MAX_LEAP if plans is None else 0)
+    considered.add_lazily(between_vertices)
     considered.add(plans.within(limit) if plans is not None else [])
     chosen = considered.best()
+    if budget_bytes is not None and len(decidable(problem)) <= MAX_DECIDABLE:
+        better = best_cut(problem, model, limit, chosen.cut if chosen is not None else None)
+        considered.add([Candidate(better, model.project(better))] if better is not None else [])
+        chosen = considered.best()
     if chosen is not None and budget_bytes is None:
         deadline_ps = chosen.cut.time_ps + _resolution_ps(chosen, fixed_ps)
         considered.add(plans.fast(deadline_ps) if plans is not None else [])
@@ -125,6 +131,10 @@ def search(
     bound = main.lower_bound_ps(max(0, (budget_bytes or limit) - model.baseline_bytes))
     bound = chosen.cut.time_ps if bound is None else min(bound, chosen.cut.time_ps)
     return Choice(chosen, inductor, considered.frontier(), bound)
+
+
+def _total_bytes(problem: CutProblem) -> int:
+    return sum(value.bytes for value in problem)
 
 
 def _limit_bytes(inductor: Candidate, budget_bytes: int | None) -> int:
@@ -273,12 +283,12 @@ def _lenient(value: CutValue) -> CutValue:
     return CutValue(value.name, value.inputs, value.is_required, value.bytes, value.save_ps or 0, recompute)
 
 
-def _between_all(problem: CutProblem, found: Sweep) -> list[Cut]:
+def _between_all(problem: CutProblem, found: Sweep, max_leap: int) -> list[Cut]:
     """Cuts between the vertices of the hull, and from each vertex one part of a step that is not its turn yet."""
     steps = list(zip(found.vertices, found.vertices[1:], strict=False))
     cuts = [cut for fast, small in steps for cut in between(problem, fast, small)]
     for position, start in enumerate(found.vertices):
-        for fast, small in steps[position + 1 : position + 1 + MAX_LEAP]:
+        for fast, small in steps[position + 1 : position + 1 + max_leap]:
             cuts.extend(leaps(problem, start, fast, small))
     distinct = {(cut.need, cut.redo): cut for cut in cuts}.values()
     return _thinned(sorted(distinct, key=lambda cut: (cut.time_ps, cut.saved_bytes)), MAX_POINTS)
