@@ -51,7 +51,7 @@ def remat(
     try:
         if parsed.lowering == "eager":
             partitioner = RematPartitioner(parsed, spec)
-            compiled = torch_private.compile_with_aot_autograd(module, inputs, partitioner)
+            compiled = torch_private.compile_with_aot_autograd(module, inputs, partitioner, partitioner.compiled)
         else:
             compiled, partitioner = compile_within_budget(module, inputs, inductor_options, parsed, spec)
         for made in partitioner.made:

@@ -32,10 +32,11 @@ from remat_passes.search import Choice, cut_problem, inductor_candidate, search
 
 from . import torch_private
 from .calibrate import default_cache_dir
+from .first_step import FirstStep
 from .measured_costs import KernelTimes, kernel_times
 from .options import Options, resolve_budget
 from .plan_log import next_graph_number
-from .readback import Signature, StepReader
+from .readback import StepReader
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,14 @@ class Decided:
 
 @dataclass(frozen=True)
 class Made:
-    """One graph that was cut: its plan, its graphs as text, and what Inductor's code says of its memory."""
+    """One graph that was cut: its plan, its graphs as text, what Inductor's code says of its memory, and the watch over
+    its first step."""
 
     plan: RematPlan
     planning_seconds: float
     texts: dict[str, str]
     reader: StepReader
+    first_step: FirstStep
 
     @property
     def final_plan(self) -> RematPlan:
@@ -69,10 +72,13 @@ class Made:
 class RematPartitioner(torch_private.CustomPartitionerFn):
     """Cuts joint graphs by the options of one ``torch.compile`` call, at the prices of one device."""
 
-    def __init__(self, options: Options, spec: DeviceSpec, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, options: Options, spec: DeviceSpec, limit_bytes: int | None = None, correction: str | None = None
+    ) -> None:
         self.options = options
         self.spec = spec
         self.limit_bytes = limit_bytes  # the highest projected peak to accept, where a trial has shown a better one
+        self.correction = correction  # what that trial has shown, for the plan's notes
         self.made: list[Made] = []
         self.table_hashes: list[str] = []  # of the measured times that each graph was priced with
 
@@ -92,13 +98,17 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         forward, backward = _act(gm, decided, num_fwd_outputs)
         texts = {"joint": decided.joint_text, "forward": str(forward.graph), "backward": str(backward.graph)}
         reader = StepReader(decided.joint.device_type, num_fwd_outputs)
-        self.made.append(Made(decided.plan, decided.planning_seconds, texts, reader))
+        first_step = FirstStep(decided.joint.device_type)
+        self.made.append(Made(decided.plan, decided.planning_seconds, texts, reader, first_step))
         return forward, backward
 
-    def read(self, source: str, graph: Signature, inputs: Sequence[Any], is_backward: bool) -> None:
-        """Take what Inductor made of a graph. With several joint graphs in one module it is not known which it is."""
-        if len(self.made) == 1:
-            self.made[0].reader.read(source, graph, inputs, is_backward=is_backward)
+    def compiled(self, graph: torch_private.CompiledGraph) -> None:
+        """Take one of the compiled graphs. With several joint graphs in one module it is not known whose it is."""
+        if len(self.made) != 1:
+            return
+        if graph.source:
+            self.made[0].reader.read(graph.source, graph.signature, graph.inputs, is_backward=graph.is_backward)
+        self.made[0].first_step.add(graph)
 
     def uuid(self) -> str:
         """Inductor's cache key: all that a plan depends on."""
@@ -124,6 +134,8 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         budget = _budget_bytes(self.options, joint, model, inductor.projection.peak_bytes)
         choice = search(joint, problem, model, inductor, budget, costs.fixed_ps, self.limit_bytes)
         setting = _setting(self.options, times, joint, budget, next_graph_number() + len(self.made))
+        if self.correction is not None:
+            setting = replace(setting, notes=(self.correction, *setting.notes))
         plan = write_plan(joint, permissions, costs, model, self.spec, choice, setting)
 
         seconds = time.perf_counter() - start

@@ -27,6 +27,7 @@ class Entry:
 
 _entries: list[Entry] = []
 _fallbacks: list[str] = []
+_measured: dict[int, int] = {}  # by the number of the plan
 _lock = threading.Lock()
 
 
@@ -49,15 +50,29 @@ def publish(made: Made, folder: Path | None) -> None:
         ConfigError: the folder cannot be written.
     """
     plan = made.final_plan
-    record(plan, made.planning_seconds)
+    number = record(plan, made.planning_seconds)
     if folder is not None:
         write_plan_files(folder, plan, made.texts)
+    made.first_step.watch(plan, number)
 
 
-def record(plan: RematPlan, planning_seconds: float) -> None:
-    """Keep a plan for ``remat_compiler.plans()``."""
+def record(plan: RematPlan, planning_seconds: float) -> int:
+    """Keep a plan for ``remat_compiler.plans()``, and give its place there."""
     with _lock:
         _entries.append(Entry(plan, planning_seconds))
+        return len(_entries) - 1
+
+
+def record_measurement(number: int, peak_bytes: int) -> None:
+    """Keep the peak that was measured in the first real step of plan ``number``."""
+    with _lock:
+        _measured[number] = peak_bytes
+
+
+def measured_peaks() -> tuple[int | None, ...]:
+    """For each plan the measured peak of its first real step in bytes; ``None`` where no step could be measured."""
+    with _lock:
+        return tuple(_measured.get(number) for number in range(len(_entries)))
 
 
 def record_fallback(reason: str) -> None:

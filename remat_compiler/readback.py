@@ -2,11 +2,12 @@
 
 The memory model predicts what Inductor fuses, reorders and computes in place. Once Inductor has compiled a graph
 nothing of that is a prediction any more: the wrapper that it writes states every allocation and every release. Here
-that wrapper is run on bytes instead of tensors. What ATen's kernels allocate for themselves does not stand in it, so
-those come from the table of the memory model (``remat_passes.memory.CPU_WORKSPACE``).
+that wrapper is run on bytes instead of tensors. Two things do not stand in it: the types of what an ATen op returns,
+which come from the graph, and what ATen's kernels allocate for themselves, which comes from measurements.
 
 The wrapper is Python (torch/_inductor/codegen/wrapper.py). Whatever in it is not understood - control flow, graph
-partitions, the C++ wrapper - makes the whole reading void, and the prediction stands.
+partitions, the C++ wrapper, a result whose size or type nobody states - makes the whole reading void, and the
+prediction stands.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ import ast
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from remat_passes.memory import BLOCK_BYTES, CPU_WORKSPACE, GEMMS, HALF_PRECISION
+from remat_passes.memory import BLOCK_BYTES, GEMMS, HALF_PRECISION
+
+# What oneDNN's GEMMs in half precision allocate for each thread, at most: blocks of the operands in the order of its
+# instructions, never more than the largest operand. Measured with torch 2.13.0 over 30 shapes of up to 16 MiB on a CPU
+# with AVX512_BF16: 0.04 to 1.68 MiB a thread.
+GEMM_BUFFER_BYTES = 2 * 2**20
+# The types whose convolutions oneDNN computes: it copies the weight (twice in backward), and operands that are not
+# channels-last. Others go through columns (aten/src/ATen/native/ConvolutionMM2d.cpp). Measured over 20 shapes.
+ONEDNN_CONVOLUTION = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +58,21 @@ class _NotUnderstoodError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """One result of an op."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """What a graph says of itself before Inductor takes it apart."""
 
     placeholders: tuple[str, ...]
     outputs: tuple[str | None, ...]
-    dtypes: Mapping[tuple[str, int | None, tuple[int, ...]], torch.dtype]  # of results, by op, position and shape
+    results: Mapping[str, tuple[tuple[Result | None, ...], ...]]  # by op: those of each of its nodes
 
 
 def signature(module: fx.GraphModule) -> Signature:
@@ -64,7 +82,7 @@ def signature(module: fx.GraphModule) -> Signature:
     return Signature(
         tuple(node.name for node in module.graph.find_nodes(op="placeholder")),
         tuple(node.name if isinstance(node, fx.Node) else None for node in results),
-        _result_dtypes(module),
+        _results(module),
     )
 
 
@@ -89,35 +107,67 @@ def read_allocations(
         return None
 
 
-@dataclass(slots=True)
-class _Pending:
-    """The result of an ATen op until the wrapper states its size; ``parts`` where it has several."""
-
-    op: str
-    operands: tuple[Storage, ...]
-    position: int | None = None
-    parts: dict[int, Storage] = field(default_factory=dict)
-
-
 _OP_NAMESPACES = ("torch.ops.", "extern_kernels.", "aten.", "prims.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The results of an op with several; the name that it has in the wrapper keeps all of them alive."""
+
+    storages: Mapping[int, Storage]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last; gaps count, expanded dimensions do not."""
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return 1 + last if math.prod(self.sizes) else 0
+
+    @property
+    def is_channels_last(self) -> bool:
+        return len(self.sizes) > 2 and self.strides[1] == 1
+
+
+_Value = Storage | _Parts | int | None
 
 
 class _Wrapper:
     def __init__(self, graph: Signature, inputs: Mapping[str, Storage | int], device_type: str) -> None:
         self.graph, self.inputs, self.device_type = graph, inputs, device_type
         self.block = BLOCK_BYTES.get(device_type, BLOCK_BYTES["cuda"])
-        self.names: dict[str, Storage | _Pending | None] = {}
+        self.names: dict[str, Storage | _Parts | None] = {}
+        self.layouts: dict[str, _Layout] = {}
         self.sizes: dict[str, int] = {}  # symbolic sizes
         taken = (entry.number for entry in inputs.values() if isinstance(entry, Storage))
         self.numbers = itertools.count(1 + max(taken, default=0))
         self.references: dict[int, int] = {}
+        self.stated: dict[str, ast.Call] = {}  # what the wrapper says of the sizes of a name
+        self.part_names: dict[str, dict[int, str]] = {}  # the names of an op's results, by the name of their tuple
         self.now = self.peak = 0
         self.timeline: list[tuple[str, int]] = []
         self.returned: dict[str, Storage] = {}
 
     def run(self, call: ast.FunctionDef) -> Allocations:
+        self._look_ahead(call)
         self._block(call.body)
         return Allocations(tuple(self.timeline), self.peak, self.now, self.returned)
+
+    def _look_ahead(self, call: ast.FunctionDef) -> None:
+        """The wrapper states the size of what an ATen op returns only after it has dropped the op's operands."""
+        for node in ast.walk(call):
+            match node:
+                case ast.Call(func=ast.Name(id="assert_size_stride"), args=[ast.Name(id=name), *_]):
+                    self.stated.setdefault(name, node)
+                case ast.Assign(
+                    targets=[ast.Name(id=part)],
+                    value=ast.Subscript(value=ast.Name(id=whole), slice=ast.Constant(value=int() as position)),
+                ):
+                    self.part_names.setdefault(whole, {})[position] = part
 
     def _block(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
@@ -132,7 +182,7 @@ class _Wrapper:
             case ast.Assign(targets=[target], value=ast.Name(id="args")):
                 self._bind_arguments(target)
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                self._bind(name, self._result(value))
+                self._assign(name, value)
             case ast.Delete(targets=targets):
                 for target in targets:
                     self._drop(target)
@@ -154,28 +204,35 @@ class _Wrapper:
                 raise _NotUnderstoodError(ast.unparse(element))
             self._bind(element.id, self.inputs[placeholder])
 
-    def _bind(self, name: str, value: Storage | _Pending | int | None) -> None:
+    def _assign(self, name: str, value: ast.expr) -> None:
+        layout = self._layout(value)
+        if isinstance(value, ast.Call) and _is_op(value):
+            self._bind(name, self._op(name, value))
+        else:
+            self._bind(name, self._result(value))
+        if layout is not None:
+            self.layouts[name] = layout
+
+    def _bind(self, name: str, value: _Value) -> None:
         old = self.names.pop(name, None)
         if isinstance(value, int):
             self.sizes[name] = value
             return
         self.names[name] = value
-        if isinstance(value, Storage):
-            self.references[value.number] = self.references.get(value.number, 0) + 1
-        if isinstance(old, Storage):
-            self._release(old)
+        for storage in _storages(value):
+            self.references[storage.number] = self.references.get(storage.number, 0) + 1
+        self._release(old)
 
     def _drop(self, target: ast.expr) -> None:
         if not isinstance(target, ast.Name):
             raise _NotUnderstoodError(ast.unparse(target))
-        storage = self.names.pop(target.id, None)
-        if isinstance(storage, Storage):
-            self._release(storage)
+        self._release(self.names.pop(target.id, None))
 
-    def _release(self, storage: Storage) -> None:
-        self.references[storage.number] -= 1
-        if not self.references[storage.number] and not storage.is_held:
-            self.now -= storage.bytes
+    def _release(self, value: Storage | _Parts | None) -> None:
+        for storage in _storages(value):
+            self.references[storage.number] -= 1
+            if not self.references[storage.number] and not storage.is_held:
+                self.now -= storage.bytes
 
     def _allocate(self, num_bytes: int, dtype: torch.dtype) -> Storage:
         rounded = -(-num_bytes // self.block) * self.block
@@ -185,26 +242,24 @@ class _Wrapper:
 
     # -- expressions
 
-    def _result(self, value: ast.expr) -> Storage | _Pending | int | None:
+    def _result(self, value: ast.expr) -> _Value:
         match value:
             case ast.Name(id=name):
                 return self._named(name)
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int() as position)):
                 whole = self.names[name]
-                return _Pending(whole.op, whole.operands, position) if isinstance(whole, _Pending) else whole
+                return whole.storages.get(position) if isinstance(whole, _Parts) else whole
             case ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[base, *_]):
                 return self._result(base)
             case ast.Call(func=ast.Name(id=function)) if function.startswith("empty_strided_"):
                 return self._empty(value, function.removeprefix("empty_strided_"))
-            case ast.Call(func=function) if ast.unparse(function).startswith(_OP_NAMESPACES):
-                return self._extern(value)
             case ast.Call(func=ast.Name(id="get_raw_stream")) | ast.Constant():
                 return None
             case ast.Attribute() | ast.BinOp() | ast.Call():
                 return self._size(value)
         raise _NotUnderstoodError(ast.unparse(value))
 
-    def _named(self, name: str) -> Storage | _Pending | int | None:
+    def _named(self, name: str) -> _Value:
         return self.sizes[name] if name in self.sizes else self.names[name]
 
     def _size(self, value: ast.expr) -> int:
@@ -215,102 +270,210 @@ class _Wrapper:
             raise _NotUnderstoodError(ast.unparse(value))
         return size
 
-    def _sizes(self, value: ast.expr) -> list[int]:
+    def _sizes(self, value: ast.expr) -> tuple[int, ...]:
         if not isinstance(value, ast.Tuple):
             raise _NotUnderstoodError(ast.unparse(value))
-        return [self._size(element) for element in value.elts]
+        return tuple(self._size(element) for element in value.elts)
 
-    def _extent(self, size: ast.expr, stride: ast.expr) -> int:
-        sizes, strides = self._sizes(size), self._sizes(stride)
-        return 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if math.prod(sizes) else 0
+    def _layout(self, value: ast.expr) -> _Layout | None:
+        """Sizes and strides of a tensor, where the wrapper has said them."""
+        match value:
+            case ast.Name(id=name) if name in self.layouts:
+                return self.layouts[name]
+            case ast.Name(id=name) if name in self.stated:
+                return self._stated_layout(self.stated[name])
+            case ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[_, size, stride, *_]):
+                return _Layout(self._sizes(size), self._sizes(stride))
+            case ast.Call(func=ast.Name(id=function), args=[size, stride, *_]) if function.startswith("empty_strided_"):
+                return _Layout(self._sizes(size), self._sizes(stride))
+        return None
+
+    def _stated_layout(self, statement: ast.Call) -> _Layout:
+        _, size, stride, *_ = statement.args
+        return _Layout(self._sizes(size), self._sizes(stride))
 
     def _empty(self, call: ast.Call, device: str) -> Storage:
         size, stride, dtype = call.args[:3]
         kind = getattr(torch, ast.unparse(dtype).removeprefix("torch."))
-        counts = device == self.device_type
-        return self._allocate(self._extent(size, stride) * kind.itemsize if counts else 0, kind)
+        extent = _Layout(self._sizes(size), self._sizes(stride)).extent
+        return self._allocate(extent * kind.itemsize if device == self.device_type else 0, kind)
 
-    def _extern(self, call: ast.Call) -> Storage | _Pending:
-        name = ast.unparse(call.func)
-        operands = tuple(self._operands(call))
+    # -- ops of ATen
+
+    def _op(self, name: str, call: ast.Call) -> Storage | _Parts | None:
+        """What an op returns: an operand that it has written or shows, or new results."""
         out = next((word.value for word in call.keywords if word.arg == "out"), None)
-        if out is not None:
-            storage = self._result(out)
-            if isinstance(storage, Storage):
-                return storage
-        return _Pending(name, operands)
+        shown = out if out is not None else _shown_operand(call)
+        if shown is not None:
+            self._kernel(call)
+            value = self._result(shown)
+            if isinstance(value, int):
+                raise _NotUnderstoodError(ast.unparse(call))
+            return value
+        if name in self.stated:
+            [(_, storage)] = self._allocate_results(call, {0: self.stated[name]})
+            self._kernel(call, storage)
+            return storage
+        part_names = self.part_names.get(name, {})
+        stated = {position: self.stated[part] for position, part in part_names.items() if part in self.stated}
+        if not stated or len(stated) < len(part_names):
+            raise _NotUnderstoodError(f"the sizes of {name}")
+        storages = self._allocate_results(call, stated)
+        self._kernel(call, *(storage for _, storage in storages))
+        return _Parts(dict(storages))
+
+    def _allocate_results(self, call: ast.Call, stated: Mapping[int, ast.Call]) -> list[tuple[int, Storage]]:
+        """Allocate what an op returns; the graph knows the types, and results that the wrapper does not look at."""
+        layouts = {position: self._stated_layout(statement) for position, statement in stated.items()}
+        found = self._matching_results(_op_name(call, stated), layouts)
+        if found is None:
+            dtypes = {storage.dtype for storage in self._operands(call)}
+            if len(dtypes) != 1:
+                raise _NotUnderstoodError(f"the type of {ast.unparse(call)}")
+            dtype = dtypes.pop()
+            return [(at, self._allocate(layout.extent * dtype.itemsize, dtype)) for at, layout in layouts.items()]
+        allocated = []
+        for at, result in enumerate(found):
+            if result is None:
+                continue
+            extent = layouts[at].extent if at in layouts else math.prod(result.shape)
+            counts = result.device_type == self.device_type
+            allocated.append((at, self._allocate(extent * result.dtype.itemsize if counts else 0, result.dtype)))
+        return allocated
+
+    def _matching_results(self, op: str, layouts: Mapping[int, _Layout]) -> tuple[Result | None, ...] | None:
+        """What the graph's op with these shapes returns; ``None`` where the graph has no such op."""
+        found = {
+            results
+            for results in self.graph.results.get(op, ())
+            if all(at < len(results) and _has_shape(results[at], layout) for at, layout in layouts.items())
+        }
+        if len(found) > 1:
+            raise _NotUnderstoodError(f"which {op} it is")
+        return found.pop() if found else None
 
     def _operands(self, call: ast.Call) -> Iterator[Storage]:
         for node in ast.walk(call):
             if isinstance(node, ast.Name):
-                storage = self.names.get(node.id)
-                if isinstance(storage, Storage):
-                    yield storage
+                yield from _storages(self.names.get(node.id))
 
     # -- kernels
 
     def _run(self, call: ast.Call) -> None:
         name = ast.unparse(call.func)
         if name == "assert_size_stride":
-            self._state_size(call)
-        elif isinstance(call.func, ast.Name) or name.endswith(".run") or name.startswith(_OP_NAMESPACES):
-            self._kernel(name.removeprefix("extern_kernels."), tuple(self._operands(call)))
-        elif not name.startswith(("args.", "torch.cuda.")):
-            raise _NotUnderstoodError(name)
-
-    def _state_size(self, call: ast.Call) -> None:
-        """The wrapper states the size of what an ATen op has returned; only now it is known what it allocated."""
-        target, size, stride = call.args[:3]
-        pending = self.names.get(target.id) if isinstance(target, ast.Name) else None
-        if not isinstance(pending, _Pending) or not isinstance(target, ast.Name):
             return
-        shape = tuple(self._sizes(size))
-        own = pending.operands[0].dtype if pending.operands else torch.float32
-        dtype = self.graph.dtypes.get((pending.op, pending.position, shape), own)
-        storage = self._allocate(self._extent(size, stride) * dtype.itemsize, dtype)
-        self.names[target.id] = storage
-        self.references[storage.number] = 1
-        self._kernel(pending.op, (*pending.operands, storage))
+        if not (isinstance(call.func, ast.Name) or name.endswith(".run") or _is_op(call)):
+            if not name.startswith(("args.", "torch.cuda.")):
+                raise _NotUnderstoodError(name)
+            return
+        self._kernel(call)
 
-    def _kernel(self, name: str, touched: tuple[Storage, ...]) -> None:
-        highest = self.now + self._workspace_bytes(name, touched)
-        self.peak = max(self.peak, highest)
-        self.timeline.append((name, highest))
+    def _kernel(self, call: ast.Call, *results: Storage) -> None:
+        name = ast.unparse(call.func).removeprefix("extern_kernels.")
+        workspace_bytes = self._workspace_bytes(call, results) if self.device_type == "cpu" else 0
+        self.peak = max(self.peak, self.now + workspace_bytes)
+        self.timeline.append((name, self.now + workspace_bytes))
 
-    def _workspace_bytes(self, name: str, touched: tuple[Storage, ...]) -> int:
-        """What ATen allocates for itself while it runs, as the memory model has it."""
-        if self.device_type != "cpu":
-            return 0
-        op = name.removeprefix("torch.ops.").split(".")
-        short = op[1] if len(op) > 1 else op[0]
-        multiple = CPU_WORKSPACE.get(short, 0)
-        if short in GEMMS and any(storage.dtype in HALF_PRECISION for storage in touched):
-            multiple = 1
-        return multiple * max((storage.bytes for storage in touched), default=0)
+    def _workspace_bytes(self, call: ast.Call, results: Sequence[Storage]) -> int:
+        """What ATen and oneDNN allocate for themselves on CPU while they run."""
+        op = _short_name(call)
+        if op in ("convolution", "convolution_backward"):
+            return self._convolution_bytes(call, results, is_backward=op == "convolution_backward")
+        touched = (*self._operands(call), *results)
+        if op in GEMMS and any(storage.dtype in HALF_PRECISION for storage in touched):
+            most = GEMM_BUFFER_BYTES * torch.get_num_threads()
+            return min(most, max(storage.bytes for storage in touched))
+        return 0
+
+    def _convolution_bytes(self, call: ast.Call, results: Sequence[Storage], *, is_backward: bool) -> int:
+        image, weight = call.args[1:3] if is_backward else call.args[:2]
+        images, weights = self._layout(image), self._layout(weight)
+        if images is None or weights is None or not results:
+            raise _NotUnderstoodError(f"the layouts of {ast.unparse(call)}")
+        dtype = results[0].dtype
+        copies_bytes = (2 if is_backward else 1) * math.prod(weights.sizes) * dtype.itemsize
+        image_bytes = math.prod(images.sizes) * dtype.itemsize
+        outputs = self._layout(call.args[0]) if is_backward else None
+        output_bytes = math.prod(outputs.sizes) * dtype.itemsize if outputs is not None else results[0].bytes
+        if dtype not in ONEDNN_CONVOLUTION:
+            pixels = math.prod(images.sizes[2:]) or 1
+            out_pixels = output_bytes // dtype.itemsize // (images.sizes[0] * (weights.sizes[0] or 1)) or 1
+            return image_bytes * out_pixels // pixels * math.prod(weights.sizes[2:])
+        if images.is_channels_last:
+            return copies_bytes
+        return copies_bytes + (image_bytes + output_bytes if is_backward else max(image_bytes, output_bytes))
 
     def _return(self, value: ast.expr | None) -> None:
         elements = value.elts if isinstance(value, ast.Tuple) else []
         results = [None if isinstance(e, ast.Constant) else self._result(e) for e in elements]
         kept = {storage.number for storage in results if isinstance(storage, Storage)}
-        alive = {s.number: s for s in self.names.values() if isinstance(s, Storage) and not s.is_held}
+        alive = {s.number: s for value in self.names.values() for s in _storages(value) if not s.is_held}
         self.now -= sum(storage.bytes for number, storage in alive.items() if number not in kept)
         pairs = zip(self.graph.outputs, results, strict=True)
         self.returned = {name: s for name, s in pairs if name is not None and isinstance(s, Storage)}
 
 
-def _result_dtypes(module: fx.GraphModule) -> dict[tuple[str, int | None, tuple[int, ...]], torch.dtype]:
-    """The types of what the graph's ops return, by op, position and shape."""
-    found: dict[tuple[str, int | None, tuple[int, ...]], torch.dtype] = {}
+def _storages(value: Storage | _Parts | None) -> tuple[Storage, ...]:
+    if isinstance(value, _Parts):
+        return tuple(value.storages.values())
+    return () if value is None else (value,)
+
+
+def _is_op(call: ast.Call) -> bool:
+    return ast.unparse(call.func).startswith(_OP_NAMESPACES)
+
+
+def _short_name(call: ast.Call) -> str:
+    """``mm`` of ``extern_kernels.mm`` and of ``torch.ops.aten.mm.out``."""
+    parts = ast.unparse(call.func).removeprefix("torch.ops.").split(".")
+    return parts[1]
+
+
+def _op_name(call: ast.Call, stated: Mapping[int, ast.Call]) -> str:
+    """The op as the graph names it; the statement of a size says it too, as its last argument."""
+    for statement in stated.values():
+        match statement.args[3:]:
+            case [ast.Constant(value=str() as op)]:
+                return op
+    name = ast.unparse(call.func)
+    return name if name.startswith("torch.ops.") else f"torch.ops.{name.replace('extern_kernels.', 'aten.')}"
+
+
+def _shown_operand(call: ast.Call) -> ast.expr | None:
+    """The operand whose memory an op returns, as its schema says: a view, or a change in place."""
+    path = ast.unparse(call.func).removeprefix("torch.ops.").split(".")
+    if path[0] == "extern_kernels" or len(path) != 3:
+        return None
+    op: Any = getattr(getattr(getattr(torch.ops, path[0]), path[1]), path[2])
+    if len(op._schema.returns) != 1 or op._schema.returns[0].alias_info is None:
+        return None
+    for argument, value in zip(op._schema.arguments, call.args, strict=False):
+        if argument.alias_info is not None:
+            return value
+    return None
+
+
+def _has_shape(result: Result | None, layout: _Layout) -> bool:
+    return result is not None and result.shape == layout.sizes
+
+
+def _results(module: fx.GraphModule) -> dict[str, tuple[tuple[Result | None, ...], ...]]:
+    """What the graph's ops return: by op, of each of its nodes."""
+    found: dict[str, list[tuple[Result | None, ...]]] = {}
     for node in module.graph.nodes:
-        results: Any = node.meta.get("val")
         if node.op != "call_function":
             continue
-        single = not isinstance(results, (tuple, list))
-        for position, result in enumerate([results] if single else results):
-            if isinstance(result, torch.Tensor):
-                shape = tuple(_hint(size) for size in result.shape)
-                found[f"torch.ops.{node.target}", None if single else position, shape] = result.dtype
-    return found
+        results: Any = node.meta.get("val")
+        several = results if isinstance(results, (tuple, list)) else [results]
+        found.setdefault(f"torch.ops.{node.target}", []).append(tuple(_result(entry) for entry in several))
+    return {op: tuple(results) for op, results in found.items()}
+
+
+def _result(tensor: Any) -> Result | None:
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    return Result(tuple(_hint(size) for size in tensor.shape), tensor.dtype, tensor.device.type)
 
 
 def _hint(size: int | torch.SymInt) -> int:

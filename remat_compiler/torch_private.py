@@ -9,14 +9,17 @@ What is used, and where it lives:
   the default plan (as the yardstick); they work on the joint module in place, so it is theirs once it is handed over.
 - ``torch._inductor``: the partitioner hook (``config.custom_partitioner_fn``), the decomposition table, ``compile_fx``.
 - ``torch._dynamo.backends.common.aot_autograd``: the eager lowering.
-- ``torch._functorch.config``: ``enable_autograd_cache``.
+- ``torch._functorch.config``: ``enable_autograd_cache``, ``force_non_lazy_backward_lowering``, ``donated_buffer``.
+- ``torch.autograd._enable_profiler_legacy``: the sizes that the CPU allocator hands out, without Kineto.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,6 +57,47 @@ def inductor_modes() -> tuple[str, ...]:
     return tuple(list_mode_options())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledGraph:
+    """The forward or the backward of one joint graph, once it is compiled."""
+
+    signature: Signature
+    inputs: list[Any]  # what it was compiled for
+    is_backward: bool
+    source: str  # what Inductor wrote; empty on the eager lowering
+    code: Any  # what is called; ``current_callable`` does the work where there is such an attribute
+
+
+class AllocationLog:
+    """The sizes that PyTorch's CPU allocator hands out (positive) and takes back (negative) in this thread, in order.
+
+    torch.profiler counts the same (measure.py). It is not for a step of the user's: Kineto prints to stderr when it
+    starts and when it stops, and a session that the user opens meanwhile, in whatever thread, breaks this one or the
+    process (tried on 2.13.0). The profiler that it has replaced belongs to one thread and is silent. A block from
+    before the log is freed without a size, and with a warning on stderr, so whoever logs keeps those alive.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Not while a profiler is active."""
+        return not (torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
+
+    def __enter__(self) -> AllocationLog:
+        nothing = torch._C._profiler._ExperimentalConfig()
+        config = torch.autograd.ProfilerConfig(
+            torch.autograd.ProfilerState.CPU, False, True, False, False, False, nothing
+        )
+        torch.autograd._enable_profiler_legacy(config)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        events = [event for thread in torch.autograd._disable_profiler_legacy() for event in thread]
+        self.sizes = [event.cpu_memory_usage() for event in events if event.cpu_memory_usage()]
+
+
 def outside_of_tracing() -> AbstractContextManager[object]:
     """Neither fake tensors nor other modes of the compile that is going on."""
     return _disable_current_modes()
@@ -69,7 +113,7 @@ def compile_with_inductor(
     inputs: Sequence[Any],
     options: Mapping[str, object],
     partitioner: CustomPartitionerFn,
-    read: Callable[[str, Signature, Sequence[Any], bool], None],
+    compiled: Callable[[CompiledGraph], None],
 ) -> Callable[..., Any]:
     """Compile as ``backend="inductor"`` does, with another partitioner.
 
@@ -80,8 +124,8 @@ def compile_with_inductor(
     AOTAutograd's cache hands out compiled graphs without calling the partitioner, and then nobody could say what was
     decided; it is off. Inductor's own cache, which holds the generated code, stays on.
 
-    ``read`` is handed each training graph once it is compiled: the code that Inductor wrote, what the graph was, its
-    inputs, and whether it is the backward. So the backward is compiled here too, and not when it is first called.
+    ``compiled`` is handed each training graph once it is compiled. So the backward is compiled here too, and not when
+    it is first called.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.virtualized import V
@@ -89,10 +133,11 @@ def compile_with_inductor(
     def inner(graph: fx.GraphModule, arguments: Sequence[Any], **keywords: Any) -> Any:
         before, given = signature(graph), list(arguments)
         with V.set_choices_handler(_repetitions_apart(type(V.choices))):
-            compiled = compile_fx_inner(graph, arguments, **keywords)
+            code = compile_fx_inner(graph, arguments, **keywords)
         if not keywords.get("is_inference"):
-            read(getattr(compiled, "source_code", ""), before, given, bool(keywords.get("is_backward")))
-        return compiled
+            is_backward, source = bool(keywords.get("is_backward")), getattr(code, "source_code", "")
+            compiled(CompiledGraph(before, given, is_backward, source, code))
+        return code
 
     patches = {"allow_buffer_reuse": False, **options, "custom_partitioner_fn": partitioner}
     with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
@@ -139,30 +184,45 @@ def copy_of(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def compile_with_aot_autograd(
-    module: fx.GraphModule, inputs: Sequence[Any], partitioner: CustomPartitionerFn
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partitioner: CustomPartitionerFn,
+    compiled: Callable[[CompiledGraph], None],
 ) -> Callable[..., Any]:
-    """Run the graphs as they are, after the decompositions that Inductor would see."""
+    """Run the graphs as they are, after the decompositions that Inductor would see.
+
+    ``compiled`` is handed each training graph: the forward at once, the backward when it is first called.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor import lowering  # noqa: F401  some decompositions call into it without importing it
     from torch._inductor.decomposition import select_decomp_table
 
-    def run_as_is(graph: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        def run(arguments: list[Any]) -> Any:
-            return fx.Interpreter(graph).boxed_run(arguments)  # frees each value and each argument after its last use
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+    def run_as_is(graph: fx.GraphModule, arguments: Sequence[Any], *, is_backward: bool) -> Callable[..., Any]:
+        code = _AsItIs(graph)
+        compiled(CompiledGraph(signature(graph), list(arguments), is_backward, "", code))
+        return code
 
     backend = aot_autograd(
-        fw_compiler=run_as_is,
-        bw_compiler=run_as_is,
-        inference_compiler=run_as_is,
+        fw_compiler=functools.partial(run_as_is, is_backward=False),
+        bw_compiler=functools.partial(run_as_is, is_backward=True),
+        inference_compiler=lambda graph, _arguments: _AsItIs(graph),
         partition_fn=partitioner,
         decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,
     )
     with functorch_config.patch(enable_autograd_cache=False):
         return backend(module, list(inputs))
+
+
+class _AsItIs:
+    """A graph that is interpreted: each value and each argument is freed after its last use."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._boxed_call = True  # on the instance, because Dynamo copies its attributes to what it wraps it with
+        self.current_callable: Callable[[list[Any]], Any] = lambda arguments: fx.Interpreter(graph).boxed_run(arguments)
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        return self.current_callable(arguments)
 
 
 def prepare_joint_module(joint_module: fx.GraphModule) -> None:

@@ -18,6 +18,7 @@ from remat_passes.device import DeviceSpec
 from remat_passes.errors import BudgetInfeasibleError
 from remat_passes.plan import RematPlan
 from remat_passes.search import refusal
+from remat_passes.units import format_bytes
 
 from . import torch_private
 from .options import Options
@@ -42,18 +43,20 @@ def compile_within_budget(
     """
 
     def trial(limit_bytes: int | None) -> tuple[Callable[..., Any], RematPartitioner]:
-        partitioner = RematPartitioner(options, spec, limit_bytes)
+        partitioner = RematPartitioner(options, spec, limit_bytes, correction)
         own = module if options.memory_budget is None else torch_private.copy_of(module)
-        read = partitioner.read
-        return torch_private.compile_with_inductor(own, inputs, inductor_options, partitioner, read), partitioner
+        seen = partitioner.compiled
+        return torch_private.compile_with_inductor(own, inputs, inductor_options, partitioner, seen), partitioner
 
     limit_bytes: int | None = None
+    correction: str | None = None
     try:
         for _ in range(MAX_TRIALS):
             compiled, partitioner = trial(limit_bytes)
             plan = _too_large(partitioner)
             if plan is None:
                 return compiled, partitioner
+            correction = correction or _correction(plan)
             ratio = Fraction(plan.budget_bytes or 0, plan.projected_peak_bytes)
             limit_bytes = min(math.floor(plan.predicted_peak_bytes * ratio), plan.predicted_peak_bytes - 1)
         trial(0)
@@ -65,6 +68,12 @@ def compile_within_budget(
         return compiled, partitioner
     parts = [(value.name, value.bytes) for value in plan.peak_values]
     raise refusal(plan.budget_bytes or 0, plan.projected_peak_bytes, parts, plan.gradient_bytes)
+
+
+def _correction(first: RematPlan) -> str:
+    """What the user reads of a plan that is not the first one."""
+    predicted, read = format_bytes(first.predicted_peak_bytes), format_bytes(first.projected_peak_bytes)
+    return f"planned again: the code of the first plan, predicted to need {predicted}, allocates {read}"
 
 
 def _too_large(partitioner: RematPartitioner) -> RematPlan | None:

@@ -39,7 +39,6 @@ from remat_passes.memory import MemoryModel, _Replay
 from remat_passes.ops import OpKind
 from remat_passes.search import Candidate
 
-DISP = False
 WHOLE_UNITS = 1e5  # HiGHS takes a row as met within 1e-6 of its unit (primal_feasibility_tolerance)
 NO_KERNEL = frozenset({OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC, OpKind.INPUT})
 
@@ -157,6 +156,7 @@ class _Slot:
     """One op of backward that reads something of forward, and the ops behind it that do not. Bytes are of backward's
     own values."""
 
+    target: int
     uses: frozenset[int]  # values
     reads: frozenset[int]  # storages
     before_bytes: int
@@ -168,13 +168,22 @@ class ExactPeak:
     """The program of one graph under the eager lowering, for any budget."""
 
     def __init__(
-        self, joint: JointGraph, problem: CutProblem, model: MemoryModel, negligible_bytes: int = 0, inner: bool = True
+        self,
+        joint: JointGraph,
+        problem: CutProblem,
+        model: MemoryModel,
+        negligible_bytes: int = 0,
+        followed: frozenset[int] | None = None,
     ) -> None:
         """
         Args:
             joint: the graph.
             problem: its prices and permissions.
             model: its memory model, with ``fuses=False``.
+            negligible_bytes: storages of forward up to that size count as nothing, which makes the program smaller and
+                lowers its bound.
+            followed: the slots inside of which memory is followed; elsewhere it is seen while the op of backward runs
+                and after it. ``None``: all.
 
         Raises:
             ValueError: the model fuses, or what backward changes in place is read by a later op of backward: the program
@@ -184,7 +193,7 @@ class ExactPeak:
             raise ValueError("the program follows the replay of the eager lowering; this memory model fuses")
         self.joint, self.problem, self.model = joint, problem, model
         self.values = joint.values
-        self.negligible_bytes, self.inner = negligible_bytes, inner
+        self.negligible_bytes, self.followed = negligible_bytes, followed
         self.held = frozenset(self.values[i].base for i in joint.forward_outputs) - model.inputs
         self.gradients = frozenset(self.values[i].base for i in joint.backward_outputs)
         self.program = _Program()
@@ -231,7 +240,9 @@ class ExactPeak:
 
     def _reads(self, index: int) -> frozenset[int]:
         """Storages that a kernel reads."""
-        return frozenset(self.values[i].base for i in self.values[index].inputs) if self._is_kernel(index) else frozenset()
+        return (
+            frozenset(self.values[i].base for i in self.values[index].inputs) if self._is_kernel(index) else frozenset()
+        )
 
     def _owner(self, storage: int) -> int:
         value = self.values[storage]
@@ -239,7 +250,9 @@ class ExactPeak:
 
     def _is_forward_storage(self, index: int) -> bool:
         value = self.values[index]
-        is_own = value.base == index and self.model.sizes[index] > self.negligible_bytes and index not in self.model.inputs
+        is_own = (
+            value.base == index and self.model.sizes[index] > self.negligible_bytes and index not in self.model.inputs
+        )
         return is_own and value.side is not Side.BACKWARD and value.role is not Role.TANGENT
 
     def _workspace(self, index: int) -> int:
@@ -276,7 +289,7 @@ class ExactPeak:
                 alive.difference_update(dead)
                 now -= sum(size[i] for i in dead)
             if uses or reads:
-                slots.append(_Slot(uses, reads, before, highest, now))
+                slots.append(_Slot(target, uses, reads, before, highest, now))
             elif slots:
                 slots[-1] = replace(slots[-1], after_bytes=max(slots[-1].after_bytes, highest))
             else:
@@ -444,7 +457,12 @@ class ExactPeak:
     def _follow_slot(self, at: int, slot: _Slot, copies: Expression) -> None:
         """A running sum over the kernels that may be recomputed in a slot, and the op that they are recomputed for."""
         program = self.program
-        kernels = [i for i in self.candidates[at] if self._is_kernel(i)] if self.inner else []
+        is_followed = self.followed is None or at in self.followed
+        kernels = [i for i in self.candidates[at] if self._is_kernel(i)]
+        if not is_followed:
+            at_target = [(self._bytes(b), self._at_target(b, at, slot)) for b in self.storages]
+            program.within_memory(_sum((1.0, copies), (slot.at_bytes / self.byte_unit, ONE), *at_target))
+            return
         levels = {b: self._levels(b, at, slot) for b in self.storages}
         made = defaultdict(list)
         for b in self.storages:
@@ -471,8 +489,11 @@ class ExactPeak:
             now = self._running(_sum((1.0, now), *changes))
             workspace = self._workspace(kernel) / self.byte_unit
             program.within_memory(_sum((1.0, now), (workspace, self._redone(kernel, at))))
-        at_target = [(self._bytes(b), levels[b].last) for b in self.storages]
+        at_target = [(self._bytes(b), self._at_target(b, at, slot)) for b in self.storages]
         program.within_memory(_sum((1.0, copies), (slot.at_bytes / self.byte_unit, ONE), *at_target))
+
+    def _at_target(self, storage: int, at: int, slot: _Slot) -> Expression:
+        return self._there(storage, at) if storage in slot.reads else self.kept[storage][at + 1]
 
     def _running(self, total: Expression) -> Expression:
         """A column that is at least the sum; sums stay short that way."""
@@ -486,7 +507,7 @@ class ExactPeak:
         """What a storage takes while each of the kernels of a slot runs that may read it."""
         there, after = self._there(storage, at), self.kept[storage][at + 1]
         if storage in slot.reads:
-            return _Levels((), (), there)
+            return _Levels((), (), self._at_target(storage, at, slot))
         owner = self._owner(storage)
         made_here = [owner] if self._redone(owner, at) and self._is_kernel(owner) else []
         positions = [*made_here, *self.readers[storage].get(at, ())]
@@ -572,29 +593,33 @@ class ExactPeak:
 
     # -- solving
 
-    def solve(self, budget_bytes: int, time_limit_s: float = 60.0, at_most_ps: float | None = None) -> Optimum:
-        """The least time within a budget, or the bound that was reached when the time was up. With ``at_most_ps`` slower
-        decisions are not looked at, and a program that has none left is infeasible."""
+    def solve(self, budget_bytes: int, time_limit_s: float = 60.0, gap: float = 1e-6) -> Optimum:
+        """The least time within a budget up to a relative gap, or the bound that was reached when the time was up."""
         program = self.program
         held_bytes = self.model.baseline_bytes + sum(self.model.sizes[b] for b in self.held)
         room = (budget_bytes - held_bytes) / self.byte_unit
         room = math.floor(room) if self.is_whole else room
         upper = np.array(
-            [(room if memory else 0.0) - row.get(CONSTANT, 0.0) for row, memory in zip(program.rows, program.is_memory, strict=True)]
+            [
+                (room if memory else 0.0) - row.get(CONSTANT, 0.0)
+                for row, memory in zip(program.rows, program.is_memory, strict=True)
+            ]
         )
-        entries = [(at, column, factor) for at, row in enumerate(program.rows) for column, factor in row.items() if column != CONSTANT]
+        entries = [
+            (at, column, factor)
+            for at, row in enumerate(program.rows)
+            for column, factor in row.items()
+            if column != CONSTANT
+        ]
         rows, columns, factors = (np.array(part) for part in zip(*entries, strict=True))
         matrix = csr_array((factors, (rows, columns)), shape=(len(program.rows), len(program.costs)))
-        constraints = [LinearConstraint(matrix, -np.inf, upper)]
-        if at_most_ps is not None:
-            constraints.append(LinearConstraint(np.array([program.costs]), -np.inf, at_most_ps / self.time_unit))
         started = time.perf_counter()
         found = milp(
             np.array(program.costs),
-            constraints=constraints,
+            constraints=LinearConstraint(matrix, -np.inf, upper),
             integrality=np.array(program.is_integer, dtype=int),
             bounds=Bounds(0, np.array(program.upper)),
-            options={"time_limit": time_limit_s, "mip_rel_gap": 1e-6, "disp": DISP},
+            options={"time_limit": time_limit_s, "mip_rel_gap": gap},
         )
         return self._optimum(found, time.perf_counter() - started)
 
@@ -611,6 +636,54 @@ class ExactPeak:
             cut = cut_of_saved(self.problem, saved)
             best = Candidate(cut, self.model.project(cut))
         return Optimum((bound or 0.0) * self.time_unit, best, status == 0, seconds)
+
+    def too_high_in(self, decision: Candidate, budget_bytes: int) -> frozenset[int]:
+        """The slots in which something is recomputed in more memory than the budget."""
+        index_of = {value.name: value.index for value in self.values}
+        slot_of = {slot.target: at for at, slot in enumerate(self.slots)}
+        found: set[int] = set()
+        at: int | None = None
+        for instant in reversed(decision.projection.timeline):
+            index = index_of[instant.name]
+            if not instant.is_backward:
+                break
+            if self._is_own(index):
+                at = slot_of.get(index)
+            elif instant.bytes > budget_bytes and at is not None:
+                found.add(at)
+        return frozenset(found)
+
+
+def optimum(
+    joint: JointGraph,
+    problem: CutProblem,
+    model: MemoryModel,
+    budget_bytes: int,
+    time_limit_s: float,
+    negligible_bytes: int = 0,
+    gap: float = 1e-6,
+) -> Optimum:
+    """The least time within a budget, by a program that follows memory only inside of those slots where a solution of an
+    earlier, smaller program turned out to need too much.
+
+    ``is_proven`` says that the solver finished and that its decision, replayed, is within the budget: no decision is
+    faster. The bound holds in any case.
+    """
+    followed: frozenset[int] = frozenset()
+    bound_ps, best, started = 0.0, None, time.perf_counter()
+    while True:
+        program = ExactPeak(joint, problem, model, negligible_bytes, followed)
+        left_s = time_limit_s - (time.perf_counter() - started)
+        found = program.solve(budget_bytes, max(left_s, 0.01), gap)
+        bound_ps = max(bound_ps, found.bound_ps)
+        fits = found.best is not None and found.best.projection.peak_bytes <= budget_bytes
+        if fits and found.best is not None and (best is None or found.best.cut.time_ps < best.cut.time_ps):
+            best = found.best
+        seconds = time.perf_counter() - started
+        too_high = frozenset() if found.best is None else program.too_high_in(found.best, budget_bytes)
+        if found.is_infeasible or fits or too_high <= followed or seconds > time_limit_s:
+            return Optimum(bound_ps, best, found.is_proven and (fits or found.is_infeasible), seconds)
+        followed |= too_high
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,9 @@ class RandomStep:
         return self.values[-1] if self.random.random() < 0.7 else self.random.choice(self.values[-4:])
 
     def _op(self, x: fx.Node) -> fx.Node:
-        kind = self.random.choice(("unary", "unary", "binary", "product", "product", "norm", "moments", "dropout", "view"))
+        kind = self.random.choice(
+            ("unary", "unary", "binary", "product", "product", "norm", "moments", "dropout", "view")
+        )
         if kind == "binary":
             return self._marked(self.random.choice(self.BINARY), x, self._like(x))
         if kind == "product":

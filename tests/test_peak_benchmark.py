@@ -360,3 +360,28 @@ def test_budgets_fall_evenly_to_the_smallest() -> None:
     assert falling_budgets(100, 40, 4) == [100, 80, 60, 40]
     assert falling_budgets(100, 100, 4) == [100]
     assert falling_budgets(100, 40, 1) == [100]
+
+
+def test_times_are_ratios_to_torch_compile() -> None:
+    trials = [start(Contender(name, System(name)), *tiny_gpt()) for name in (COMPILE, "eager")]
+    failed = Point(REMAT, "remat, 50", failure="refused: too little")
+    points = (*(Point(name, name, measured_bytes=1) for name in (COMPILE, "eager")), failed)
+
+    reference, eager, untimed = systems.timed(record(*points), trials, num_rounds=3)
+
+    assert reference.step_ratio == 1.0
+    assert eager.step_ratio is not None
+    assert eager.step_ratio > 0
+    assert eager.measured_ms is not None
+    assert untimed == failed
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_without_a_smallest_peak_the_record_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(systems, "plain", lambda: (Contender(COMPILE, System(COMPILE)),))
+    monkeypatch.setattr(systems, "smallest_feasible_bytes", lambda model: [][0])
+
+    made = systems.measure_model(TINY, tmp_path / "record.json", 3, with_rivals=False, num_rounds=0)
+
+    assert "the smallest peak is not known: IndexError" in made.failure
+    assert table.read_records(tmp_path / "record.json") == (made,)

@@ -203,8 +203,7 @@ class Bench:
             point = _failed(contender, f"refused: {error}")
         except Exception as error:  # one system's crash is its own row, not the end of the table
             traceback.print_exc()
-            first_line = str(error).strip().partition("\n")[0]
-            point = _failed(contender, f"failed: {type(error).__name__}: {first_line}")
+            point = _failed(contender, f"failed: {_first_line(error)}")
         click.echo(line(point))
         self.update(points=(*self.record.points, point))
         return point
@@ -216,6 +215,10 @@ class Bench:
 
 def _failed(contender: Contender, failure: str) -> Point:
     return Point(contender.family, contender.system.name, contender.budget_bytes, failure=failure)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
 
 
 def line(point: Point) -> str:
@@ -258,7 +261,12 @@ def measure_model(model: Model, path: Path, num_budgets: int, *, with_rivals: bo
     if with_rivals:
         for contender in rivals():
             bench.add(contender, truth)
-    smallest_bytes = smallest_feasible_bytes(model)
+    try:
+        smallest_bytes = smallest_feasible_bytes(model)
+    except Exception as error:
+        traceback.print_exc()
+        bench.update(failure=f"the smallest peak is not known: {_first_line(error)}")
+        return bench.record
     click.echo(f"    the smallest peak that can be reached is {format_mib(smallest_bytes)} MiB")
     bench.update(smallest_bytes=smallest_bytes)
     budgets = falling_budgets(full.measured_bytes, smallest_bytes, num_budgets)

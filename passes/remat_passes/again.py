@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from .blocks import Blocks
 from .chain import ChainPlan, Drop, Hold
-from .cut import CutProblem
+from .cut import Cut, CutProblem
 from .joint import JointGraph, Side, Value
 from .ops import draws_from_generator
 
@@ -29,6 +29,12 @@ class Unrolled:
     joint: JointGraph
     origin: tuple[int, ...]  # the value of the original graph that each value computes
     saved: frozenset[int]
+
+    def on_original(self, cut: Cut) -> Cut:
+        """A decision of this graph as far as the original graph can say it: what is saved is the same."""
+        need, redo = (frozenset(self.origin[i] for i in values) for values in (cut.need, cut.redo - cut.saved))
+        saved = frozenset(self.origin[i] for i in cut.saved)
+        return Cut(need, redo - saved, cut.saved_bytes, cut.time_ps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,10 @@ class RematError(Exception):
     """Base class of everything that remat raises on purpose."""
 
 
+class RematWarning(UserWarning):
+    """What was promised and what was measured differ."""
+
+
 class ConfigError(RematError):
     """An option is unknown or its value is malformed."""
 

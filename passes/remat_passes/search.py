@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .again import Unrolled, unroll
+from .bound import lower_bound_ps
 from .chain import Chain
 from .cost import CostGraph
 from .cut import Cut, CutProblem, CutValue, Sweep, between, cut_of_saved, leaps, sweep, without_dead_ends
@@ -128,9 +129,19 @@ def search(
         if budget_bytes is not None:
             smallest = chosen.projection
             raise refusal(budget_bytes, smallest.peak_bytes, smallest.peak_values, model.gradient_bytes)
-    bound = main.lower_bound_ps(max(0, (budget_bytes or limit) - model.baseline_bytes))
-    bound = chosen.cut.time_ps if bound is None else min(bound, chosen.cut.time_ps)
-    return Choice(chosen, inductor, considered.frontier(), bound)
+    return Choice(chosen, inductor, considered.frontier(), _bound_ps(joint, problem, model, main, limit, chosen))
+
+
+def _bound_ps(
+    joint: JointGraph, problem: CutProblem, model: MemoryModel, main: Sweep, limit_bytes: int, chosen: Candidate
+) -> int:
+    """The least time of any plan within the limit; that of the chosen one where nothing better is known."""
+    plain = chosen.cut if chosen.unrolled is None else chosen.unrolled.on_original(chosen.cut)
+    bounds = (
+        main.lower_bound_ps(max(0, limit_bytes - model.baseline_bytes)),  # all that is saved is alive between the sides
+        lower_bound_ps(joint, problem, model, limit_bytes, plain),
+    )
+    return min(chosen.cut.time_ps, max((bound for bound in bounds if bound is not None), default=chosen.cut.time_ps))
 
 
 def _total_bytes(problem: CutProblem) -> int:

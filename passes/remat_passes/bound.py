@@ -1,0 +1,86 @@
+"""Bound: the least time of any plan whose peak is within a budget, under the prices and the schedule class.
+
+While a kernel of backward runs, three things are allocated for certain: what it reads and writes, the gradients that
+were made before it, and every saved value that backward itself reads later. The first two are the same for every plan;
+the third is linear in what is saved. So each such instant gives a problem of the cut with other bytes, and the dual of
+its hull bounds the time of every plan that fits - also of one that recomputes a value more than once, because that
+costs at least one recomputation. The best bound over some instants is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .cut import Cut, CutProblem, sweep
+from .joint import JointGraph, Side
+from .memory import CPU_WORKSPACE, MemoryModel
+from .ops import OpKind
+
+NUM_INSTANTS = 3  # of those that the chosen plan fills the most
+MAX_CUTS = 10  # of each instant's hull; fewer make a lower bound that is lower, not wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """A kernel of backward: bytes that every plan has then, and the values that count where they are saved."""
+
+    index: int
+    fixed_bytes: int
+    waiting: frozenset[int]
+
+
+def lower_bound_ps(
+    joint: JointGraph, problem: CutProblem, model: MemoryModel, limit_bytes: int, chosen: Cut
+) -> int | None:
+    """The least time of all saves and recomputes of any plan within the limit.
+
+    Args:
+        joint: the graph, without repetitions.
+        problem: its prices.
+        model: for the bytes of storages.
+        limit_bytes: of the peak.
+        chosen: a plan of this graph, whose fullest instants are looked at.
+    """
+    room = limit_bytes - model.baseline_bytes
+
+    def filled(instant: Instant) -> int:
+        return instant.fixed_bytes + sum(problem[i].bytes for i in chosen.saved & instant.waiting)
+
+    fullest = sorted(_instants(joint, problem, model), key=lambda at: (-filled(at), at.index))[:NUM_INSTANTS]
+    bounds = [_bound_at(problem, instant, room) for instant in fullest]
+    return max((bound for bound in bounds if bound is not None), default=None)
+
+
+def _bound_at(problem: CutProblem, instant: Instant, room: int) -> int | None:
+    counted = tuple(v if i in instant.waiting else replace(v, bytes=0) for i, v in enumerate(problem))
+    total = sum(value.bytes for value in counted)
+    return sweep(counted, MAX_CUTS, total // 1000).lower_bound_ps(max(0, room - instant.fixed_bytes))
+
+
+def _instants(joint: JointGraph, problem: CutProblem, model: MemoryModel) -> Sequence[Instant]:
+    last_use: dict[int, int] = {}
+    for index in joint.backward_values:
+        for operand in joint.values[index].inputs:
+            last_use[joint.values[operand].base] = index
+    outputs = {joint.values[i].base for i in joint.forward_outputs} - model.inputs
+    gradients = {joint.values[i].base for i in joint.backward_outputs} - model.inputs
+    made = sum(model.sizes[i] for i in outputs)
+    found = []
+    for index in joint.backward_values:
+        value = joint.values[index]
+        if value.kind is not OpKind.EXTERN:
+            continue
+        results = [index, *(i for i in value.users if joint.values[i].kind is OpKind.PART)]
+        operands = {joint.values[i].base for i in value.inputs} - model.inputs - outputs - gradients
+        touched = [model.sizes[i] for i in (*operands, *results)]
+        workspace = CPU_WORKSPACE.get(model.names[index], 0) if model.fuses and joint.device_type == "cpu" else 0
+        fixed = made + sum(touched) + workspace * max(touched, default=0)
+        waiting = frozenset(
+            i
+            for i, last in last_use.items()
+            if last > index and i not in operands and problem[i].bytes and joint.values[i].side is not Side.BACKWARD
+        )
+        found.append(Instant(index, fixed, waiting))
+        made += sum(model.sizes[i] for i in results if i in gradients)
+    return found
