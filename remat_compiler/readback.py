@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,12 +26,20 @@ from torch import fx
 from remat_passes.memory import BLOCK_BYTES, GEMMS, HALF_PRECISION
 
 # What oneDNN's GEMMs in half precision allocate for each thread, at most: blocks of the operands in the order of its
-# instructions, never more than the largest operand. Measured with torch 2.13.0 over 30 shapes of up to 16 MiB on a CPU
-# with AVX512_BF16: 0.04 to 1.68 MiB a thread.
+# instructions, never more than the largest operand. Measured with torch 2.13.0 over 40 shapes of up to 16 MiB on a CPU
+# with AVX512_BF16: up to 1.68 MiB; while rows are short enough to stay whole, 0.06 MiB and up to 0.66 KiB an element.
 GEMM_BUFFER_BYTES = 2 * 2**20
-# The types whose convolutions oneDNN computes: it copies the weight (twice in backward), and operands that are not
-# channels-last. Others go through columns (aten/src/ATen/native/ConvolutionMM2d.cpp). Measured over 20 shapes.
+GEMM_WHOLE_ROW = 512
+GEMM_ROW_BUFFER_BYTES, GEMM_ELEMENT_BUFFER_BYTES = 2**16, 2**10
+# The types whose convolutions oneDNN computes; others go through columns (aten/src/ATen/native/ConvolutionMM2d.cpp).
 ONEDNN_CONVOLUTION = (torch.float32, torch.bfloat16)
+# How ATen's attention on CPU cuts its work: rows of queries, by the fewest tokens, and columns of keys
+# (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, ``qSplitSize`` and ``kvSplitSize``).
+ATTENTION_ROWS = ((768, 256), (192, 64), (0, 32))
+ATTENTION_COLUMNS = 512
+# What the GEMMs inside of it allocate for each thread in half precision: 0.02 to 0.23 MiB over 11 shapes.
+ATTENTION_GEMM_BYTES = 2**18
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +112,7 @@ def read_allocations(
             node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "call"
         )
         return _Wrapper(graph, inputs, device_type).run(call)
-    except (_NotUnderstoodError, SyntaxError, ValueError, KeyError, TypeError, NameError, AttributeError):
+    except (_NotUnderstoodError, SyntaxError, ValueError, LookupError, TypeError, NameError, AttributeError):
         return None
 
 
@@ -129,8 +138,17 @@ class _Layout:
         return 1 + last if math.prod(self.sizes) else 0
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
     def is_channels_last(self) -> bool:
         return len(self.sizes) > 2 and self.strides[1] == 1
+
+    @property
+    def is_contiguous(self) -> bool:
+        steps = itertools.accumulate(reversed(self.sizes[1:]), operator.mul, initial=1)
+        return self.strides == tuple(reversed(list(steps)))
 
 
 _Value = Storage | _Parts | int | None
@@ -148,6 +166,7 @@ class _Wrapper:
         self.references: dict[int, int] = {}
         self.stated: dict[str, ast.Call] = {}  # what the wrapper says of the sizes of a name
         self.part_names: dict[str, dict[int, str]] = {}  # the names of an op's results, by the name of their tuple
+        self.renamed: dict[str, str] = {}
         self.now = self.peak = 0
         self.timeline: list[tuple[str, int]] = []
         self.returned: dict[str, Storage] = {}
@@ -168,6 +187,8 @@ class _Wrapper:
                     value=ast.Subscript(value=ast.Name(id=whole), slice=ast.Constant(value=int() as position)),
                 ):
                     self.part_names.setdefault(whole, {})[position] = part
+                case ast.Assign(targets=[ast.Name(id=renamed)], value=ast.Name(id=whole)):
+                    self.renamed.setdefault(whole, renamed)
 
     def _block(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
@@ -310,8 +331,9 @@ class _Wrapper:
             if isinstance(value, int):
                 raise _NotUnderstoodError(ast.unparse(call))
             return value
-        if name in self.stated:
-            [(_, storage)] = self._allocate_results(call, {0: self.stated[name]})
+        statement = self.stated.get(name) or self.stated.get(self.renamed.get(name, ""))
+        if statement is not None:
+            [(_, storage)] = self._allocate_results(call, {0: statement})
             self._kernel(call, storage)
             return storage
         part_names = self.part_names.get(name, {})
@@ -348,6 +370,8 @@ class _Wrapper:
             for results in self.graph.results.get(op, ())
             if all(at < len(results) and _has_shape(results[at], layout) for at, layout in layouts.items())
         }
+        exact = {results for results in found if sum(result is not None for result in results) == len(layouts)}
+        found = exact or found
         if len(found) > 1:
             raise _NotUnderstoodError(f"which {op} it is")
         return found.pop() if found else None
@@ -377,32 +401,33 @@ class _Wrapper:
 
     def _workspace_bytes(self, call: ast.Call, results: Sequence[Storage]) -> int:
         """What ATen and oneDNN allocate for themselves on CPU while they run."""
-        op = _short_name(call)
+        op, threads = _short_name(call), torch.get_num_threads()
+        dtypes = {storage.dtype for storage in (*self._operands(call), *results)}
+        is_half = not dtypes.isdisjoint(HALF_PRECISION)
         if op in ("convolution", "convolution_backward"):
-            return self._convolution_bytes(call, results, is_backward=op == "convolution_backward")
-        touched = (*self._operands(call), *results)
-        if op in GEMMS and any(storage.dtype in HALF_PRECISION for storage in touched):
-            most = GEMM_BUFFER_BYTES * torch.get_num_threads()
-            return min(most, max(storage.bytes for storage in touched))
+            layouts = [self._known_layout(operand) for operand in call.args[: 3 if op.endswith("backward") else 2]]
+            return _convolution_bytes(layouts, results[0], threads)
+        if op == ATTENTION:
+            query, key = (self._known_layout(operand) for operand in call.args[:2])
+            return threads * _attention_bytes(query, key, is_half=is_half, is_backward=False)
+        if op == f"{ATTENTION}_backward":
+            gradient, query, key = (self._known_layout(operand) for operand in call.args[:3])
+            # It is read token by token, and all the heads of a token are to stand together.
+            copied_bytes = (
+                gradient.numel * results[0].dtype.itemsize if gradient.strides[1] > gradient.strides[2] else 0
+            )
+            return copied_bytes + threads * _attention_bytes(query, key, is_half=is_half, is_backward=True)
+        if op in GEMMS and is_half:
+            rows = self._layout(call.args[1 if op in ("addmm", "baddbmm") else 0])
+            most = _gemm_bytes(rows.sizes[-1]) if rows is not None else GEMM_BUFFER_BYTES
+            return threads * min(most, max(storage.bytes for storage in self._operands(call)))
         return 0
 
-    def _convolution_bytes(self, call: ast.Call, results: Sequence[Storage], *, is_backward: bool) -> int:
-        image, weight = call.args[1:3] if is_backward else call.args[:2]
-        images, weights = self._layout(image), self._layout(weight)
-        if images is None or weights is None or not results:
-            raise _NotUnderstoodError(f"the layouts of {ast.unparse(call)}")
-        dtype = results[0].dtype
-        copies_bytes = (2 if is_backward else 1) * math.prod(weights.sizes) * dtype.itemsize
-        image_bytes = math.prod(images.sizes) * dtype.itemsize
-        outputs = self._layout(call.args[0]) if is_backward else None
-        output_bytes = math.prod(outputs.sizes) * dtype.itemsize if outputs is not None else results[0].bytes
-        if dtype not in ONEDNN_CONVOLUTION:
-            pixels = math.prod(images.sizes[2:]) or 1
-            out_pixels = output_bytes // dtype.itemsize // (images.sizes[0] * (weights.sizes[0] or 1)) or 1
-            return image_bytes * out_pixels // pixels * math.prod(weights.sizes[2:])
-        if images.is_channels_last:
-            return copies_bytes
-        return copies_bytes + (image_bytes + output_bytes if is_backward else max(image_bytes, output_bytes))
+    def _known_layout(self, operand: ast.expr) -> _Layout:
+        layout = self._layout(operand)
+        if layout is None:
+            raise _NotUnderstoodError(f"the layout of {ast.unparse(operand)}")
+        return layout
 
     def _return(self, value: ast.expr | None) -> None:
         elements = value.elts if isinstance(value, ast.Tuple) else []
@@ -412,6 +437,49 @@ class _Wrapper:
         self.now -= sum(storage.bytes for number, storage in alive.items() if number not in kept)
         pairs = zip(self.graph.outputs, results, strict=True)
         self.returned = {name: s for name, s in pairs if name is not None and isinstance(s, Storage)}
+
+
+def _gemm_bytes(row: int) -> int:
+    """Of one thread, in half precision, for the sum over a row of that many elements."""
+    if row > GEMM_WHOLE_ROW:
+        return GEMM_BUFFER_BYTES
+    return GEMM_ROW_BUFFER_BYTES + GEMM_ELEMENT_BUFFER_BYTES * row
+
+
+def _convolution_bytes(layouts: Sequence[_Layout], result: Storage, threads: int) -> int:
+    """Of a convolution, whose operands are image and weight, or of its backward: gradient, image and weight.
+
+    oneDNN copies the weight, twice in backward, and what is not channels-last; for bfloat16 backward transposes an
+    image a thread. Measured with torch 2.13.0 over 50 shapes.
+    """
+    dtype, is_backward = result.dtype, len(layouts) == 3
+    *images, weight = layouts
+    image = images[-1]
+    image_bytes, weight_bytes = (layout.numel * dtype.itemsize for layout in (image, weight))
+    output_bytes = images[0].numel * dtype.itemsize if is_backward else result.bytes
+    if dtype not in ONEDNN_CONVOLUTION:
+        pixels, outputs = math.prod(image.sizes[2:]) or 1, image.sizes[0] * weight.sizes[0] or 1
+        return image_bytes * (output_bytes // dtype.itemsize // outputs) // pixels * math.prod(weight.sizes[2:])
+    total = weight_bytes * (2 if is_backward else 1)
+    if dtype is torch.bfloat16 and is_backward:
+        total += threads * (image_bytes + output_bytes) // (image.sizes[0] or 1)
+    if all(layout.is_channels_last for layout in images):
+        return total
+    odd = (layout for layout in images if not (layout.is_channels_last or layout.is_contiguous))
+    total += sum(layout.numel * dtype.itemsize for layout in odd)
+    return total + (image_bytes + output_bytes if is_backward else max(image_bytes, output_bytes))
+
+
+def _attention_bytes(query: _Layout, key: _Layout, *, is_half: bool, is_backward: bool) -> int:
+    """What one thread of ATen's attention on CPU allocates: the scores of a block, in fp32 and again in half precision,
+    in backward also their gradient; in forward what it sums up (FlashAttentionKernel.cpp)."""
+    tokens, size = query.sizes[-2:]
+    rows = min(next(rows for fewest, rows in ATTENTION_ROWS if tokens >= fewest), tokens)
+    block = rows * min(ATTENTION_COLUMNS, key.sizes[-2])
+    gemm_bytes = ATTENTION_GEMM_BYTES if is_half else 0
+    if is_backward:
+        return 2 * block * (6 if is_half else 4) + 4 * rows + gemm_bytes
+    return block * (6 if is_half else 4) + 4 * (2 * rows + rows * size)
 
 
 def _storages(value: Storage | _Parts | None) -> tuple[Storage, ...]:
@@ -427,7 +495,7 @@ def _is_op(call: ast.Call) -> bool:
 def _short_name(call: ast.Call) -> str:
     """``mm`` of ``extern_kernels.mm`` and of ``torch.ops.aten.mm.out``."""
     parts = ast.unparse(call.func).removeprefix("torch.ops.").split(".")
-    return parts[1]
+    return parts[1] if len(parts) > 1 else parts[0]
 
 
 def _op_name(call: ast.Call, stated: Mapping[int, ast.Call]) -> str:

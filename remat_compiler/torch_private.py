@@ -150,9 +150,9 @@ def _repetitions_apart(choices: type[Any]) -> Any:
 
     class Apart(choices):  # type: ignore[misc]
         @staticmethod
-        def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            fuses = choices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
-            return bool(fuses) and _repetitions(node1) == _repetitions(node2)
+        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            apart = _repetitions(node1) != _repetitions(node2)
+            return not apart and bool(choices.can_fuse(scheduler, node1, node2, shared_data_score))
 
         def uuid(self) -> str:
             return "remat: repetitions apart"
@@ -161,9 +161,9 @@ def _repetitions_apart(choices: type[Any]) -> Any:
 
 
 def _repetitions(scheduled: Any) -> frozenset[int]:
-    """The passes that the ops of a scheduled node belong to."""
-    origins = (origin for part in scheduled.get_nodes() for origin in getattr(part.node, "origins", ()))
-    return frozenset(repetition_of(origin.name) for origin in origins)
+    """The passes that the results of a scheduled node belong to."""
+    origins = (getattr(part.node, "origin_node", None) for part in scheduled.get_nodes())
+    return frozenset(repetition_of(origin.name) for origin in origins if origin is not None) or frozenset((0,))
 
 
 def compile_plain_inductor(

@@ -10,8 +10,8 @@ so the saved values alone decide everything, and only they need to be integers. 
 what a storage takes between its readers, so each instant is linear.
 
 In the terms of memory.py, backward falls into *slots*: one for each op of backward that reads something of forward,
-with what is recomputed for it, in the order of the graph, and the ops behind it that read nothing of forward. ``d[v, t]``
-is 1 where v is recomputed in slot t, ``kept[b, t]`` where storage b is still there after it.
+with what is recomputed for it, in the order of the graph, and the ops behind it that read nothing of forward. A column
+``redone[v][t]`` is 1 where v is recomputed in slot t, and ``kept[b][t + 1]`` where storage b is still there after it.
 
 The program is never stricter than the replay, so its bound holds for every decision. It is laxer in two corners: a part
 that is saved while its op is recomputed for another part is counted once, and a saved value whose storage no kernel of
@@ -39,7 +39,10 @@ from remat_passes.memory import MemoryModel, _Replay
 from remat_passes.ops import OpKind
 from remat_passes.search import Candidate
 
-WHOLE_UNITS = 1e5  # HiGHS takes a row as met within 1e-6 of its unit (primal_feasibility_tolerance)
+# HiGHS takes a row as met within 1e-6 of its unit (its option ``primal_feasibility_tolerance``), and refused a feasible
+# program of these once where factors were not whole.
+WHOLE_UNITS = 1e5
+
 NO_KERNEL = frozenset({OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC, OpKind.INPUT})
 
 
@@ -186,8 +189,7 @@ class ExactPeak:
                 and after it. ``None``: all.
 
         Raises:
-            ValueError: the model fuses, or what backward changes in place is read by a later op of backward: the program
-                knows neither.
+            ValueError: the model fuses, or an op of backward reads what another changed in place: not in the program.
         """
         if model.fuses:
             raise ValueError("the program follows the replay of the eager lowering; this memory model fuses")
@@ -303,7 +305,7 @@ class ExactPeak:
         return [i for i in self.values[index].users if self.values[i].kind is OpKind.PART]
 
     def _targets(self) -> list[int]:
-        """What backward is asked for, in the order of schedule.py: its ops, its outputs, and what it changes in place."""
+        """What backward is asked for, in the order of schedule.py: its ops, its outputs, what it changes in place."""
         ops = [i for i in self.joint.backward_values if self.values[i].role is Role.NONE]
         writes = [i for i in ops if self.values[i].kind is OpKind.EFFECT]
         order = [i for i in ops if i not in writes]
@@ -432,7 +434,7 @@ class ExactPeak:
         return kept
 
     def _there(self, storage: int, at: int) -> Expression:
-        """Whether a storage is there for what runs in a slot (where forward's outputs are held: a second copy of it)."""
+        """Whether a storage is there for what runs in a slot; of an output of forward, a second copy."""
         return _sum((1.0, self.kept[storage][at]), (1.0, self._redone(self._owner(storage), at)))
 
     # -- memory
@@ -663,8 +665,8 @@ def optimum(
     negligible_bytes: int = 0,
     gap: float = 1e-6,
 ) -> Optimum:
-    """The least time within a budget, by a program that follows memory only inside of those slots where a solution of an
-    earlier, smaller program turned out to need too much.
+    """The least time within a budget, by a program that follows memory only inside of those slots where the solution of
+    a smaller one turned out to need too much.
 
     ``is_proven`` says that the solver finished and that its decision, replayed, is within the budget: no decision is
     faster. The bound holds in any case.

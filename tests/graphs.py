@@ -143,7 +143,7 @@ def trace(step: Callable[..., Any], *inputs: object, dynamic: bool | None = None
     torch._dynamo.reset()
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return torch_private.compile_with_aot_autograd(module, inputs, capturing)
+        return torch_private.compile_with_aot_autograd(module, inputs, capturing, lambda _graph: None)
 
     try:
         torch.compile(step, backend=backend, dynamic=dynamic)(*inputs)

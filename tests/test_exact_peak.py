@@ -1,6 +1,6 @@
 """The search against every decision of small graphs, and the integer program of exact_peak.py against the same.
 
-``make test`` holds the search to the optimum where the optimum is certain; benchmarks/exact.py does it on larger graphs.
+Here the search is held to the optimum of small graphs; benchmarks/exact.py holds it to HiGHS on larger ones.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from exact_peak import ExactPeak, decidable, every_decision, fastest_ps
+from exact_peak import ExactPeak, decidable, every_decision, fastest_ps, optimum
 from graphs import JointBuilder, Staged, chain, choose, staged
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from benchmarks.exact import NETWORKS, rows
 from remat_passes.errors import BudgetInfeasibleError, CannotPartitionError
 from remat_passes.joint import JointGraph
 from remat_passes.search import Candidate
 
 aten = torch.ops.aten
 
-SEEDS = tuple(range(40))
-LARGEST = (8, 8, 8, 10, 8, 8, 8, 10, 8, 14)  # decidable values, by seed: 14 make 16,384 decisions, which take seconds
+SEEDS = tuple(range(30))
+LARGE_SEEDS = (14, 29)  # of graphs with 13 or 14 values to decide: thousands of decisions, which take seconds to replay
 
 
 # -- random graphs ----------------------------------------------------------------------------------------------------
@@ -132,13 +133,14 @@ def width_of(node: fx.Node) -> int:
 
 def random_graph(seed: int) -> JointGraph:
     """The first graph of a series that can be partitioned, with enough to decide and not too much for brute force."""
+    num_ops, fewest, most = (8, 13, 14) if seed in LARGE_SEEDS else (4 + seed % 5, 4 + seed % 5, 10)
     for attempt in range(100):
-        joint = RandomStep(1000 * seed + attempt, num_ops=4 + seed % 5).joint()
+        joint = RandomStep(1000 * seed + attempt, num_ops).joint()
         try:
             problem = staged(joint).problem
         except CannotPartitionError:
             continue  # marks that contradict each other
-        if 4 + seed % 5 <= len(decidable(joint, problem)) <= LARGEST[seed % len(LARGEST)]:
+        if fewest <= len(decidable(joint, problem)) <= most:
             return joint
     raise AssertionError(f"no graph of a fit size for seed {seed}")
 
@@ -170,7 +172,7 @@ class Case:
         return sorted({near for peak_bytes in peaks for near in (peak_bytes - 1, peak_bytes)})
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def case(name: int | str, fuses: bool) -> Case:
     joint = random_graph(name) if isinstance(name, int) else KNOWN[name]()
     graph = staged(joint, fuses=fuses)
@@ -203,16 +205,36 @@ def test_the_search_finds_the_best_of_all_decisions(name: int | str, fuses: bool
     """At every budget at which the answer changes: exactly the least time, and a refusal exactly where no decision is
     within the budget. A plan that computes a value more than once is no decision of that kind and may be better."""
     found = case(name, fuses)
+    wrong = []
     for budget_bytes in found.budgets:
         chosen, fastest = chosen_or_none(found.graph, budget_bytes), fastest_ps(found.decisions, budget_bytes)
-        if chosen is None:
-            assert fastest is None, f"{budget_bytes} bytes are refused; {fastest} ps are possible"
-            continue
-        assert chosen.projection.peak_bytes <= budget_bytes
-        if chosen.unrolled is None:
-            assert chosen.cut.time_ps == fastest, f"at {budget_bytes} bytes"
-        else:
-            assert fastest is None or chosen.cut.time_ps <= fastest, f"at {budget_bytes} bytes"
+        time_ps = None if chosen is None else chosen.cut.time_ps
+        is_better = chosen is not None and chosen.unrolled is not None and (fastest is None or time_ps < fastest)
+        if time_ps != fastest and not is_better:
+            wrong.append((budget_bytes, time_ps, fastest))
+        assert chosen is None or chosen.projection.peak_bytes <= budget_bytes
+    assert not wrong, f"(budget in bytes, chosen ps, least ps), None for refused: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("name", "fractions"),
+    [
+        ("llama-style, 1 block", (0.1, 0.4, 0.7)),
+        ("GPT, 1 block, softmax, dropout", (0.4, 0.7)),
+        ("4 x (RMSNorm, 2 Linear)", (0.4, 0.7)),
+    ],
+)
+def test_the_search_is_near_what_an_exact_solver_proves(name: str, fractions: tuple[float, ...]) -> None:
+    """Steps within 2 % of the optimum, and what is added to them within 5 %, on graphs that HiGHS solves in seconds."""
+    (network,) = (network for network in NETWORKS if network.name == name)
+    for row in rows(network, time_limit_s=60, fractions=fractions):
+        assert row.exact.is_proven
+        assert row.step_ratio is not None
+        assert row.added_ratio is not None
+        assert row.step_ratio <= 1.02
+        assert row.added_ratio <= 1.05
+        if row.planner is not None and row.planner.unrolled is None:
+            assert row.added_ratio >= 1 - 1e-6  # or the bound is none
 
 
 # -- the integer program ----------------------------------------------------------------------------------------------
@@ -224,15 +246,26 @@ def test_the_program_is_never_above_the_best_of_all_decisions(name: int | str) -
     found = case(name, fuses=False)
     program = ExactPeak(found.graph.joint, found.graph.problem, found.graph.model)
     for budget_bytes in found.budgets:
-        optimum, fastest = program.solve(budget_bytes), fastest_ps(found.decisions, budget_bytes)
-        assert optimum.is_proven
-        if optimum.is_infeasible or fastest is None:
-            assert optimum.is_infeasible == (fastest is None), f"at {budget_bytes} bytes"
+        solved, fastest = program.solve(budget_bytes), fastest_ps(found.decisions, budget_bytes)
+        assert solved.is_proven
+        if solved.is_infeasible or fastest is None:
+            assert solved.is_infeasible == (fastest is None), f"at {budget_bytes} bytes"
             continue
-        assert optimum.bound_ps == pytest.approx(fastest, rel=1e-5, abs=1), f"at {budget_bytes} bytes"
-        assert optimum.best is not None
-        assert optimum.best.cut.time_ps == fastest
-        assert optimum.best.projection.peak_bytes <= budget_bytes
+        assert solved.bound_ps == pytest.approx(fastest, rel=1e-5, abs=1), f"at {budget_bytes} bytes"
+        assert solved.best is not None
+        assert solved.best.cut.time_ps == fastest
+        assert solved.best.projection.peak_bytes <= budget_bytes
+
+
+@every_case
+def test_following_memory_only_where_it_is_needed_finds_the_same(name: int | str) -> None:
+    found = case(name, fuses=False)
+    graph = found.graph
+    for budget_bytes in found.budgets:
+        exact = optimum(graph.joint, graph.problem, graph.model, budget_bytes, time_limit_s=60)
+        fastest = fastest_ps(found.decisions, budget_bytes)
+        assert exact.is_proven
+        assert (None if exact.best is None else exact.best.cut.time_ps) == fastest, f"at {budget_bytes} bytes"
 
 
 def test_the_program_refuses_a_model_that_fuses() -> None:

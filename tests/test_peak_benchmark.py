@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from benchmarks.harness import System
 from benchmarks.models import GPT, GPTShape, random_batch
@@ -246,6 +247,21 @@ def test_model_is_the_same_each_time(key: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("key", ["hf-gpt2", "hf-vit", "hf-segformer"])
+def test_step_of_transformers_is_one_graph(key: str) -> None:
+    if MODELS[key].missing():
+        pytest.skip(f"{MODELS[key].missing()} is not installed")
+    model, batch = MODELS[key].make()
+    counter = CompileCounter()
+    step = torch.compile(lambda *batch: model(*batch), backend=counter, fullgraph=True)
+
+    for _ in range(2):
+        step(*batch).backward()
+
+    assert counter.frame_count == 1
+
+
 def tiny_gpt() -> tuple[nn.Module, Batch]:
     shape = GPTShape(num_layers=3, width=32, num_heads=2, vocabulary=64, batch=4, tokens=64)
     torch.manual_seed(0)
@@ -385,3 +401,13 @@ def test_without_a_smallest_peak_the_record_says_why(monkeypatch: pytest.MonkeyP
 
     assert "the smallest peak is not known: IndexError" in made.failure
     assert table.read_records(tmp_path / "record.json") == (made,)
+
+
+def test_budgets_at_the_rivals_peaks_are_asked_for_too() -> None:
+    assert systems.with_read_off([100, 70, 40], [50, 70, 120, 40, 30]) == [100, 70, 50, 40]
+    rivals = [Point("a", "a1", measured_bytes=60 * MIB), Point("a", "a2", measured_bytes=80 * MIB)]
+    plain = Point(COMPILE, COMPILE, measured_bytes=210 * MIB)
+
+    assert table.read_off_bytes(record(plain, *rivals, Point("b", "b", failure="failed: so"))) == (60 * MIB,)
+    assert table.read_off_bytes(record(plain, *rivals, model="gpt-16")) == (60 * MIB, 107 * MIB, 160 * MIB)
+    assert table.read_off_bytes(record(plain, model="mlp-64")) == (15 * MIB + int(1.3 * 16 * table.LAYER_BYTES),)

@@ -52,7 +52,11 @@ class Model:
     def make(self) -> tuple[nn.Module, Batch]:
         """The model and its batch: the same weights and inputs each time."""
         torch.manual_seed(SEED)
-        return self.build().train(), self.batch()
+        model, batch = self.build().train(), self.batch()
+        if isinstance(model, WithLoss):
+            with torch.no_grad():  # hooks and the kind of loss are settled in the first call: another graph otherwise
+                model(*batch)
+        return model, batch
 
     def missing(self) -> str | None:
         """The package that the model needs and that is not installed."""
@@ -148,7 +152,10 @@ class WithLoss(nn.Module):
 def _of_transformers(model: str, config: str, names: tuple[str, ...], sizes: Mapping[str, Any]) -> WithLoss:
     import transformers
 
-    return WithLoss(getattr(transformers, model)(getattr(transformers, config)(**sizes)), names)
+    made = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+    if made.loss_type is None:
+        made.loss_type = "ForCausalLM"  # what GPT-2 falls back to, with a warning that breaks the graph before the loss
+    return WithLoss(made, names)
 
 
 def _transformers_model(

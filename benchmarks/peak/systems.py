@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from benchmarks.harness import (
     seconds,
 )
 from benchmarks.peak.models import MODELS, Model, checkpoint_blocks, checkpointed_attention
-from benchmarks.peak.table import COMPILE, EAGER, REMAT, Point, Record, write_records
+from benchmarks.peak.table import COMPILE, EAGER, REMAT, Point, Record, read_off_bytes, write_records
 from benchmarks.report import format_mib, machine_notes
 from remat_compiler.measure import tensor_bytes
 from remat_passes.errors import BudgetInfeasibleError, RematError
@@ -89,7 +89,7 @@ def rivals() -> tuple[Contender, ...]:
 def under_budgets(budgets_bytes: Sequence[int], full_bytes: int) -> tuple[Contender, ...]:
     """remat under each budget, named by its share of what torch.compile was measured to need."""
     systems = [
-        System(f"remat, {100 * budget_bytes / full_bytes:.1f} %", "remat", {"memory_budget": budget_bytes})
+        System(f"remat, {100 * budget_bytes / full_bytes:.2f} %", "remat", {"memory_budget": budget_bytes})
         for budget_bytes in budgets_bytes
     ]
     return tuple(Contender(REMAT, s, budget_bytes=b) for s, b in zip(systems, budgets_bytes, strict=True))
@@ -101,6 +101,12 @@ def falling_budgets(full_bytes: int, smallest_bytes: int, num_budgets: int) -> l
         return [full_bytes]
     span_bytes = full_bytes - smallest_bytes
     return [full_bytes - span_bytes * i // (num_budgets - 1) for i in range(num_budgets)]
+
+
+def with_read_off(budgets_bytes: Sequence[int], more_bytes: Iterable[int]) -> list[int]:
+    """``budgets_bytes``, falling, with those of ``more_bytes`` that lie between its ends; none twice."""
+    inside = [more for more in more_bytes if budgets_bytes[-1] < more < budgets_bytes[0]]
+    return sorted({*budgets_bytes, *inside}, reverse=True)
 
 
 def start(contender: Contender, model: nn.Module, batch: Batch) -> Trial:
@@ -269,7 +275,8 @@ def measure_model(model: Model, path: Path, num_budgets: int, *, with_rivals: bo
         return bench.record
     click.echo(f"    the smallest peak that can be reached is {format_mib(smallest_bytes)} MiB")
     bench.update(smallest_bytes=smallest_bytes)
-    budgets = falling_budgets(full.measured_bytes, smallest_bytes, num_budgets)
+    even = falling_budgets(full.measured_bytes, smallest_bytes, num_budgets)
+    budgets = with_read_off(even, read_off_bytes(bench.record))
     for contender in under_budgets(budgets, full.measured_bytes):
         bench.add(contender, truth)
     if num_rounds:

@@ -22,12 +22,14 @@ from rich.text import Text
 
 import remat_compiler
 from remat_compiler.options import parse_budget, prepare_dump_dir
+from remat_compiler.plan_log import measured_peaks
 from remat_passes.errors import ConfigError
 from remat_passes.plan import SCHEMA, RematPlan
+from remat_passes.units import format_bytes
 
 from .headline import count, summary
 from .plan_files import WrongUse
-from .tables import heading, page_width, paragraph, print_parts, write
+from .tables import clean, heading, page_width, paragraph, print_parts, write
 
 INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended: 128 + 2
 
@@ -67,11 +69,12 @@ def run_training(script: str, arguments: Sequence[str], settings: Settings, form
         write(f"remat compiled a graph as plain Inductor would: {reason}\n", stderr)
     if not plans and not fallbacks and not ending.raised:
         write(_no_plan(script), stderr)
+    measured = measured_peaks()[: len(plans)]  # a thread of the script may still compile
     if form == "json":
-        write(plans_json(plans), stdout)
+        write(plans_json(plans, measured), stdout)
     stream = stderr if ending.exit_code else stdout
     if form == "text" and plans and not stream.closed:  # by the script
-        print_parts(plan_table(plans, settings.dump_dir, page_width(stream)), stream)
+        print_parts(plan_table(plans, measured, settings.dump_dir, page_width(stream)), stream)
     return ending.exit_code
 
 
@@ -156,13 +159,19 @@ def _show(error: BaseException) -> None:
     sys.excepthook(type(error), error.with_traceback(inner), inner)
 
 
-def plans_json(plans: Sequence[RematPlan]) -> str:
-    """The plans as an array of what plan files hold."""
-    return json.dumps([{"schema": SCHEMA, **asdict(plan)} for plan in plans], sort_keys=True, indent=1) + "\n"
+def plans_json(plans: Sequence[RematPlan], measured: Sequence[int | None]) -> str:
+    """The plans as an array of what plan files hold, each with the measured peak of its first step."""
+    records = [
+        {"schema": SCHEMA, "measured_peak_bytes": peak, **asdict(plan)}
+        for plan, peak in zip(plans, measured, strict=True)
+    ]
+    return json.dumps(records, sort_keys=True, indent=1) + "\n"
 
 
-def plan_table(plans: Sequence[RematPlan], dump_dir: str | None, width: int) -> list[Text]:
-    """What was planned, and where to read more."""
+def plan_table(
+    plans: Sequence[RematPlan], measured: Sequence[int | None], dump_dir: str | None, width: int
+) -> list[Text]:
+    """What was planned, what the first steps took, and where to read more."""
     first = plans[0]
     title = f"remat planned {count(len(plans), 'graph')} for {first.device}"
     more = (
@@ -170,7 +179,25 @@ def plan_table(plans: Sequence[RematPlan], dump_dir: str | None, width: int) -> 
         if dump_dir
         else "'remat run --dump-dir DIR' keeps the plans, and 'remat dump DIR' shows every decision and its reason."
     )
-    return [heading(title, width), Text(), *summary(plans, width), paragraph(Text(more, "dim"), width, indent=2)]
+    lines = [_measured(plan, peak) for plan, peak in zip(plans, measured, strict=True) if peak is not None]
+    return [
+        heading(title, width),
+        Text(),
+        *summary(plans, width),
+        *(paragraph(Text(clean(line)), width, indent=2) for line in lines),
+        paragraph(Text(more, "dim"), width, indent=2),
+    ]
+
+
+def _measured(plan: RematPlan, peak_bytes: int) -> str:
+    projected = plan.projected_peak_bytes
+    off = 100 * (peak_bytes / max(projected, 1) - 1)
+    budget = plan.budget_bytes
+    verdict = "" if budget is None else ", within the budget" if peak_bytes <= budget else ", over the budget"
+    return (
+        f"{plan.graph_id} took {format_bytes(peak_bytes)} in its first step,"
+        f" projected were {format_bytes(projected)} ({off:+.1f}%){verdict}"
+    )
 
 
 def _no_plan(script: str) -> str:
