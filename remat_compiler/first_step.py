@@ -64,8 +64,10 @@ class FirstStep:
 
     def add(self, graph: CompiledGraph) -> None:
         """Take one of the two compiled graphs."""
+        if self.num_forwards > MAX_FORWARDS:
+            return
         self.graphs.append(graph)
-        if self.plan is not None and self.num_forwards <= MAX_FORWARDS:
+        if self.plan is not None:
             self._exchange(graph)
 
     def watch(self, plan: RematPlan, number: int) -> None:
@@ -107,7 +109,7 @@ class FirstStep:
         if not _is_real(arguments) or not _has_sizes(arguments, sizes) or not self._can_count():
             return original(arguments)
         held = list(_tensors(arguments))  # the caller's; what is freed here would have no size in the log
-        counted = _Counted(self.device_type)
+        counted = self._counted(arguments)
         with counted:
             results = original(arguments)
         inputs, outputs = _places(held), _places(_tensors(results))
@@ -127,7 +129,7 @@ class FirstStep:
         if self.device_type == "cpu":
             entering_bytes = sum(_place_bytes(arguments[i]) for i in tangents)
             held += _enter_into_log(arguments, tangents)
-        counted = _Counted(self.device_type)
+        counted = self._counted(arguments)
         with counted:
             results = original(arguments)
         del held
@@ -137,6 +139,10 @@ class FirstStep:
 
     def _can_count(self) -> bool:
         return self.device_type == "cuda" or (self.device_type == "cpu" and AllocationLog.is_possible())
+
+    def _counted(self, arguments: list[Any]) -> _Counted:
+        devices = (tensor.device for tensor in _tensors(arguments))
+        return _Counted(next((device for device in devices if device.type == self.device_type), self.device_type))
 
     def _judge(self, peak_bytes: int) -> None:
         plan = self.plan
@@ -156,20 +162,21 @@ class FirstStep:
 class _Counted:
     """Bytes above the start while a function runs on CPU. On CUDA the process's peak, or 0 where it did not move."""
 
-    def __init__(self, device_type: str) -> None:
-        self.log = AllocationLog() if device_type == "cpu" else None
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.log = AllocationLog() if self.device.type == "cpu" else None
         self.peak_bytes = self.final_bytes = 0
         self.earlier_bytes = 0
 
     def __enter__(self) -> None:
         if self.log is None:
-            self.earlier_bytes = torch.cuda.max_memory_allocated()
+            self.earlier_bytes = torch.cuda.max_memory_allocated(self.device)
         else:
             self.log.__enter__()
 
     def __exit__(self, *error: object) -> None:
         if self.log is None:
-            now_bytes = torch.cuda.max_memory_allocated()
+            now_bytes = torch.cuda.max_memory_allocated(self.device)
             self.peak_bytes = now_bytes if now_bytes > self.earlier_bytes else 0
             return
         self.log.__exit__(*error)

@@ -228,7 +228,7 @@ def _unrolled_nodes(graph: fx.Graph, joint: JointGraph, num_fwd_outputs: int) ->
 
 
 def _copied(graph: fx.Graph, node: fx.Node, operands: dict[fx.Node, fx.Node], name: str) -> fx.Node:
-    last = max(operands.values(), default=graph.find_nodes(op="placeholder")[-1])
+    last = max([*operands.values(), graph.find_nodes(op="placeholder")[-1]])  # where copies of changed inputs stand
     with graph.inserting_after(last):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operands[operand])
         copy = graph.create_node(node.op, node.target, args, kwargs, name=name, type_expr=node.type)

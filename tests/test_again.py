@@ -397,7 +397,7 @@ def copies(plan: RematPlan) -> list[str]:
 
 
 def layers(num_layers: int = 8, drop: float = 0.0, dtype: torch.dtype = torch.float64) -> Program:
-    return Program(lambda: Layers(num_layers, drop), lambda: (rows(256, 32),), dtype)
+    return Program(lambda: Layers(num_layers, drop), lambda: (rows(256, 32, requires_grad=False),), dtype)
 
 
 @dataclass(frozen=True)
@@ -507,4 +507,4 @@ def test_copies_stay_apart_under_inductor() -> None:
     assert len({repetition_of(name) for name in copies(found.plan)}) >= 2
     assert_close(found.outcome, truth, 1e-4)
     assert found.peak_bytes <= smallest
-    assert all(value.decision == "recompute" for value in found.plan.values if COPY.search(value.name))
+    assert all(value.decision != "save" for value in found.plan.values if COPY.search(value.name))

@@ -432,9 +432,14 @@ def test_what_is_read_back_is_what_is_measured(
 ) -> None:
     model, batch = network()
     before = len(remat_compiler.plans())
-    compiled(model, lowering="inductor", memory_budget="80%")(*batch).backward()
-    [plan], [measured] = remat_compiler.plans()[before:], measured_peaks()[before:]
+    for _ in ("compiled", "out of Inductor's cache"):
+        torch._dynamo.reset()
+        compiled(model, lowering="inductor", memory_budget="80%")(*batch).backward()
+        model.zero_grad(set_to_none=True)
+    plans, peaks = remat_compiler.plans()[before:], measured_peaks()[before:]
 
-    assert measured == pytest.approx(plan.projected_peak_bytes, rel=0.01)
-    assert plan.budget_bytes is not None
-    assert measured <= plan.budget_bytes
+    assert plans[0].projected_peak_bytes == plans[1].projected_peak_bytes
+    for plan, measured in zip(plans, peaks, strict=True):
+        assert measured == pytest.approx(plan.projected_peak_bytes, rel=0.01)
+        assert plan.budget_bytes is not None
+        assert measured <= plan.budget_bytes

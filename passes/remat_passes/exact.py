@@ -1,18 +1,14 @@
-"""Exact: the best decision of a small graph, by branch and bound over what is saved.
+"""Exact: the best decision of a small graph, by trying all of them.
 
 The chain and the hull are families of decisions, and on a graph of a dozen values the best decision can lie between
-them. There it is found by trying: the fastest cut of a branch bounds the time of all decisions in it, and where its
-peak fits it is the best of its branch; else the branch is split at a value that is alive at the peak.
-
-Land, Doig: An automatic method of solving discrete programming problems (Econometrica 28(3), 1960).
+them. There all decisions are listed, the fastest first, and replayed until one fits.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 
-from .cut import Cut, CutProblem, Network, fastest_price, keeping, smallest_price
-from .errors import CannotPartitionError
+from .cut import Cut, CutProblem, Network, cut_of
 from .memory import MemoryModel
 
 # Up to so many values that may be both saved and recomputed are tried: 2^14 decisions at the very worst.
@@ -36,32 +32,27 @@ def best_cut(problem: CutProblem, model: MemoryModel, limit_bytes: int, known: C
         limit_bytes: the highest peak.
         known: a decision that fits, if there is one.
     """
-    best, found = known, None
-    stack: list[tuple[frozenset[int], frozenset[int]]] = [(frozenset(), frozenset())]
+    room_bytes = limit_bytes - model.baseline_bytes  # all that is saved is alive when backward starts
+    cuts = (cut_of(problem, need, redo) for need, redo in _decisions(problem))
+    faster = [cut for cut in cuts if cut.saved_bytes <= room_bytes and (known is None or cut.time_ps < known.time_ps)]
+    faster.sort(key=lambda cut: (cut.time_ps, cut.saved_bytes))
+    return next((cut for cut in faster if model.project(cut).peak_bytes <= limit_bytes), None)
+
+
+def _decisions(problem: CutProblem) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
+    """What is needed and what is redone, once for each decision that breaks no rule: from the last value to the first,
+    because who reads a value stands behind it."""
+    required = frozenset(i for i, value in enumerate(problem) if value.is_required)
+    stack = [(len(problem) - 1, required, frozenset[int]())]
     while stack:
-        saved, redone = stack.pop()
-        branch = keeping(problem, saved)
-        branch = tuple(replace(v, save_ps=None, no_save="") if i in redone else v for i, v in enumerate(branch))
-        cut = _fastest(branch, limit_bytes - model.baseline_bytes)
-        if cut is None or (best is not None and cut.time_ps >= best.time_ps):
+        index, need, redo = stack.pop()
+        while index >= 0 and index not in need:
+            index -= 1
+        if index < 0:
+            yield need, redo
             continue
-        if model.project(cut).peak_bytes <= limit_bytes:
-            best = found = cut
-            continue
-        open_values = [i for i in decidable(branch) if i not in saved and i not in redone]
-        if open_values:
-            split = max(open_values, key=lambda i: (i in cut.saved, problem[i].bytes, -i))
-            stack += [(saved | {split}, redone), (saved, redone | {split})]
-    return found
-
-
-def _fastest(branch: CutProblem, room_bytes: int) -> Cut | None:
-    """The fastest cut of a branch; ``None`` where nothing is legal, or where even the least that can be saved is more
-    than there is room for."""
-    try:
-        network = Network(branch)
-        if network.solve(smallest_price(branch)).saved_bytes > room_bytes:
-            return None
-        return network.solve(fastest_price(branch))
-    except CannotPartitionError:
-        return None
+        value = problem[index]
+        if value.save_ps is not None:
+            stack.append((index - 1, need, redo))
+        if value.recompute_ps is not None:
+            stack.append((index - 1, need | frozenset(value.inputs), redo | {index}))
