@@ -32,6 +32,9 @@ from .torch_private import AllocationLog, CompiledGraph
 # (benchmarks/peak), so what is above this is a fault and no noise.
 TOLERANCE = 0.05
 
+# ATen wraps a Python number in a tensor of its own while an op runs: 8 to 24 bytes were seen under the eager lowering.
+SCALARS_BYTES = 64
+
 # How many forwards are looked at before it is given up: a script that runs the model a few times without a backward, or
 # under a profiler of its own, is still measured, and one that never trains is left alone.
 MAX_FORWARDS = 5
@@ -46,14 +49,19 @@ class _Forward:
     peak_bytes: int
     final_bytes: int
     inputs: frozenset[int]
+    outputs: frozenset[int]  # of the results, those that are the caller's
     results: frozenset[int]
 
 
 class FirstStep:
-    """The watch over one graph. ``add`` takes its compiled forward and backward, before or after ``watch`` starts."""
+    """The watch over one graph. ``add`` takes its compiled forward and backward, before or after ``watch`` starts.
 
-    def __init__(self, device_type: str) -> None:
+    The first ``num_outputs`` results of its forward are the caller's, the others are saved.
+    """
+
+    def __init__(self, device_type: str, num_outputs: int = 0) -> None:
         self.device_type = device_type
+        self.num_outputs = num_outputs
         self.graphs: list[CompiledGraph] = []
         self.plan: RematPlan | None = None
         self.number = -1
@@ -108,12 +116,15 @@ class FirstStep:
             return original(arguments)
         if not _is_real(arguments) or not _has_sizes(arguments, sizes) or not self._can_count():
             return original(arguments)
-        held = list(_tensors(arguments))  # the caller's; what is freed here would have no size in the log
+        held = list(_tensors(arguments))
+        inputs = _places(held)
+        if self.device_type != "cpu":
+            held.clear()  # only CPU's log has no size for what is freed here and was there before
         counted = self._counted(arguments)
         with counted:
             results = original(arguments)
-        inputs, outputs = _places(held), _places(_tensors(results))
-        self.forward = _Forward(counted.peak_bytes, counted.final_bytes, inputs, outputs)
+        outputs, all_results = _places(_tensors(results[: self.num_outputs])), _places(_tensors(results))
+        self.forward = _Forward(counted.peak_bytes, counted.final_bytes, inputs, outputs, all_results)
         return results
 
     def _backward(self, original: Code, tangents: frozenset[int], arguments: list[Any]) -> Any:
@@ -123,19 +134,31 @@ class FirstStep:
         saved = [entry for i, entry in enumerate(arguments) if i not in tangents and isinstance(entry, torch.Tensor)]
         if not _places(saved) <= forward.inputs | forward.results:
             return original(arguments)  # of another forward than the last one
-        held = [tensor for tensor in saved if _place(tensor) in forward.inputs]
-        del saved
+        held: list[torch.Tensor] = []
         entering_bytes = 0
         if self.device_type == "cpu":
+            # Outputs, too: those that nobody has kept would be gone here and not in the projection.
+            held = [tensor for tensor in saved if _place(tensor) in forward.inputs | forward.outputs]
             entering_bytes = sum(_place_bytes(arguments[i]) for i in tangents)
             held += _enter_into_log(arguments, tangents)
+        del saved
         counted = self._counted(arguments)
         with counted:
             results = original(arguments)
         del held
-        started = forward.final_bytes + entering_bytes
-        self._judge(max(forward.peak_bytes, started + counted.peak_bytes))
+        self._judge(self._peak_bytes(forward, entering_bytes, counted))
         return results
+
+    def _peak_bytes(self, forward: _Forward, entering_bytes: int, backward: _Counted) -> int | None:
+        """The peak of the step, with what the plan counts as there before; ``None`` where it cannot be told."""
+        if self.device_type == "cpu":
+            before_bytes = 0 if self.plan is None else self.plan.baseline_bytes
+            started_bytes = before_bytes + forward.final_bytes + entering_bytes
+            return max(before_bytes + forward.peak_bytes, started_bytes + backward.peak_bytes)
+        if backward.peak_bytes:
+            return backward.peak_bytes
+        is_hidden = backward.earlier_bytes > forward.peak_bytes  # by what ran before the step, or inside of it
+        return None if is_hidden else forward.peak_bytes
 
     def _can_count(self) -> bool:
         return self.device_type == "cuda" or (self.device_type == "cpu" and AllocationLog.is_possible())
@@ -144,15 +167,11 @@ class FirstStep:
         devices = (tensor.device for tensor in _tensors(arguments))
         return _Counted(next((device for device in devices if device.type == self.device_type), self.device_type))
 
-    def _judge(self, peak_bytes: int) -> None:
+    def _judge(self, peak_bytes: int | None) -> None:
         plan = self.plan
         self._end()
-        if plan is None:
+        if plan is None or peak_bytes is None:
             return
-        if self.device_type == "cpu":
-            peak_bytes += plan.baseline_bytes
-        elif not peak_bytes:
-            return  # no new peak of the process
         record_measurement(self.number, peak_bytes)
         text = difference(plan, peak_bytes)
         if text:
@@ -209,7 +228,16 @@ def _enter_into_log(arguments: list[Any], tangents: frozenset[int]) -> list[torc
 def _is_real(arguments: Iterable[Any]) -> bool:
     """Plain tensors on plain storages: not a trace of the compiled function by another compiler."""
     plain = (torch.Tensor, torch.nn.Parameter)
-    return all(type(entry) in plain for entry in arguments if isinstance(entry, torch.Tensor))
+    return all(type(tensor) in plain and _has_storage(tensor) for tensor in _tensors(arguments))
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Sparse tensors, and those that ``vmap`` hands out, have none."""
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _size(entry: Any) -> int | None:
@@ -246,7 +274,7 @@ def _place_bytes(entry: Any) -> int:
 def difference(plan: RematPlan, measured_bytes: int) -> str | None:
     """What the user should know of a step that took other memory than projected; ``None`` where there is nothing."""
     projected, budget = plan.projected_peak_bytes, plan.budget_bytes
-    is_over = budget is not None and measured_bytes > budget
+    is_over = budget is not None and measured_bytes > budget + SCALARS_BYTES
     if not is_over and abs(measured_bytes - projected) <= TOLERANCE * projected:
         return None
     figures = (
@@ -254,7 +282,8 @@ def difference(plan: RematPlan, measured_bytes: int) -> str | None:
         f" {format_bytes(projected)} were projected ({100 * (measured_bytes / max(projected, 1) - 1):+.1f} %)"
     )
     if budget is None:
-        return f"{figures}. A memory_budget would be off by as much: leave that much room."
+        room = "leave that much room" if measured_bytes > projected else "it could be that much higher"
+        return f"{figures}. A memory_budget would be off by as much: {room}."
     enough = format_bytes(budget * projected // measured_bytes)
     if is_over:
         return (

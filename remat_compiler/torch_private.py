@@ -180,7 +180,14 @@ def copy_of(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     _copy_output_metadata(module.graph, graph)
-    return fx.GraphModule(module, graph)
+    copy = fx.GraphModule(module, graph)
+    copy.meta.update(module.meta)  # AOTAutograd knows Dynamo's graphs, and which inputs are static, by these three
+    if hasattr(module, "_param_name_to_source"):
+        copy._param_name_to_source = module._param_name_to_source
+    for old, new in zip(module.graph.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder"), strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    return copy
 
 
 def compile_with_aot_autograd(

@@ -665,8 +665,8 @@ def optimum(
     negligible_bytes: int = 0,
     gap: float = 1e-6,
 ) -> Optimum:
-    """The least time within a budget, by a program that follows memory only inside of those slots where the solution of
-    a smaller one turned out to need too much.
+    """The least time within a budget, by a program that starts small: it follows memory inside of a slot, and counts
+    storages of up to ``negligible_bytes``, once the solution of a smaller one turned out to need too much there.
 
     ``is_proven`` says that the solver finished and that its decision, replayed, is within the budget: no decision is
     faster. The bound holds in any case.
@@ -683,8 +683,11 @@ def optimum(
             best = found.best
         seconds = time.perf_counter() - started
         too_high = frozenset() if found.best is None else program.too_high_in(found.best, budget_bytes)
-        if found.is_infeasible or fits or too_high <= followed or seconds > time_limit_s:
+        is_over = found.is_infeasible or fits or seconds > time_limit_s
+        if is_over or (too_high <= followed and not negligible_bytes):
             return Optimum(bound_ps, best, found.is_proven and (fits or found.is_infeasible), seconds)
+        if too_high <= followed:
+            negligible_bytes //= 8  # what did not count makes the difference
         followed |= too_high
 
 

@@ -59,10 +59,15 @@ def _bound_at(problem: CutProblem, instant: Instant, room: int) -> int | None:
 
 
 def _instants(joint: JointGraph, problem: CutProblem, model: MemoryModel) -> Sequence[Instant]:
+    runs_after: dict[int, int] = {}  # fused, an op may run as early as right after the last kernel that it needs
     last_use: dict[int, int] = {}
     for index in joint.backward_values:
-        for operand in joint.values[index].inputs:
-            last_use[joint.values[operand].base] = index
+        inputs = joint.values[index].inputs
+        is_kernel = not model.fuses or joint.values[index].kind is OpKind.EXTERN
+        runs_after[index] = index if is_kernel else max((runs_after.get(i, -1) for i in inputs), default=-1)
+        for operand in inputs:
+            base = joint.values[operand].base
+            last_use[base] = max(last_use.get(base, -1), runs_after[index])
     outputs = {joint.values[i].base for i in joint.forward_outputs} - model.inputs
     gradients = {joint.values[i].base for i in joint.backward_outputs} - model.inputs
     made = sum(model.sizes[i] for i in outputs)
@@ -79,7 +84,7 @@ def _instants(joint: JointGraph, problem: CutProblem, model: MemoryModel) -> Seq
         waiting = frozenset(
             i
             for i, last in last_use.items()
-            if last > index and i not in operands and problem[i].bytes and joint.values[i].side is not Side.BACKWARD
+            if last >= index and i not in operands and problem[i].bytes and joint.values[i].side is not Side.BACKWARD
         )
         found.append(Instant(index, fixed, waiting))
         made += sum(model.sizes[i] for i in results if i in gradients)

@@ -140,11 +140,14 @@ def _peaks(
     before = [0, *itertools.accumulate(held_bytes)]
     forward, backward = [0] * len(held_bytes), [0] * len(held_bytes)
     index_of = {value.name: value.index for value in joint.values}
+    reached = len(held_bytes) - 1  # once backward has freed something of a run, no later run's share is all there
     for instant in model.project(cut).timeline:
         block = chain.block_of[index_of[instant.name]]
-        if block is None:
+        if block is None and not instant.is_backward:
             continue
-        run = run_of[block]
+        run = reached if block is None else run_of[block]
+        if instant.is_backward:
+            run = reached = min(run, reached)
         peaks = backward if instant.is_backward else forward
         peaks[run] = max(peaks[run], instant.bytes - model.baseline_bytes - before[run])
     return forward, backward
