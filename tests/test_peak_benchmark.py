@@ -411,3 +411,28 @@ def test_budgets_at_the_rivals_peaks_are_asked_for_too() -> None:
     assert table.read_off_bytes(record(plain, *rivals, Point("b", "b", failure="failed: so"))) == (60 * MIB,)
     assert table.read_off_bytes(record(plain, *rivals, model="gpt-16")) == (60 * MIB, 107 * MIB, 160 * MIB)
     assert table.read_off_bytes(record(plain, model="mlp-64")) == (15 * MIB + int(1.3 * 16 * table.LAYER_BYTES),)
+
+
+class Shifted(nn.Module):
+    """Softmax does not see ``shift``, whose gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(1, 8)), nn.Parameter(torch.rand(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale + self.shift).softmax(-1).square().sum()
+
+
+def test_error_of_a_gradient_that_is_zero_is_held_against_the_largest() -> None:
+    torch.manual_seed(0)
+    model, batch = Shifted(), (torch.rand(64, 8),)
+    truth = systems.reference_gradients(model, batch)
+    trial = start(Contender("eager", System("eager")), model, batch)
+
+    assert truth["shift"].norm() < 1e-15 * truth["scale"].norm()
+    assert systems.gradient_error(trial, truth) > 1  # of the rounding alone
+    assert systems.worst_error(trial, truth) < 1e-5
+    wrong = model.shift.register_hook(lambda gradient: gradient + truth["scale"].norm().float())
+    assert systems.worst_error(trial, truth) == pytest.approx(1, abs=1e-3)
+    wrong.remove()
