@@ -137,8 +137,9 @@ class FirstStep:
         held: list[torch.Tensor] = []
         entering_bytes = 0
         if self.device_type == "cpu":
-            # Outputs, too: those that nobody has kept would be gone here and not in the projection.
-            held = [tensor for tensor in saved if _place(tensor) in forward.inputs | forward.outputs]
+            # Outputs, too: one that is saved and that nobody has kept would be freed here and not in the projection.
+            kept = forward.inputs | forward.outputs
+            held = [tensor for tensor in saved if _place(tensor) in kept]
             entering_bytes = sum(_place_bytes(arguments[i]) for i in tangents)
             held += _enter_into_log(arguments, tangents)
         del saved
@@ -156,7 +157,7 @@ class FirstStep:
             started_bytes = before_bytes + forward.final_bytes + entering_bytes
             return max(before_bytes + forward.peak_bytes, started_bytes + backward.peak_bytes)
         if backward.peak_bytes:
-            return backward.peak_bytes
+            return max(forward.peak_bytes, backward.peak_bytes)
         is_hidden = backward.earlier_bytes > forward.peak_bytes  # by what ran before the step, or inside of it
         return None if is_hidden else forward.peak_bytes
 
@@ -271,11 +272,16 @@ def _place_bytes(entry: Any) -> int:
     return entry.untyped_storage().nbytes() if isinstance(entry, torch.Tensor) else 0
 
 
+def is_over_budget(plan: RematPlan, measured_bytes: int) -> bool:
+    """Whether a measured peak is above the plan's budget by more than a few scalars."""
+    return plan.budget_bytes is not None and measured_bytes > plan.budget_bytes + SCALARS_BYTES
+
+
 def difference(plan: RematPlan, measured_bytes: int) -> str | None:
     """What the user should know of a step that took other memory than projected; ``None`` where there is nothing."""
     projected, budget = plan.projected_peak_bytes, plan.budget_bytes
-    is_over = budget is not None and measured_bytes > budget + SCALARS_BYTES
-    if not is_over and abs(measured_bytes - projected) <= TOLERANCE * projected:
+    is_over = is_over_budget(plan, measured_bytes)
+    if not is_over and abs(measured_bytes - projected) <= max(TOLERANCE * projected, SCALARS_BYTES):
         return None
     figures = (
         f"{plan.graph_id}: the first step took {format_bytes(measured_bytes)} at its peak, and"

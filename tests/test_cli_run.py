@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from plan_samples import gpt_plan
+from plan_samples import MIB, gpt_plan
 
 from remat_passes.plan import RematPlan
 
@@ -219,6 +219,35 @@ def test_the_plan_table(tmp_path: Path) -> None:
         "  'remat run --dump-dir DIR' keeps the plans, and 'remat dump DIR' shows every decision and its\n"
         "  reason.\n"
     )
+
+
+def measured(peak_bytes: int) -> str:
+    return f"{RECORD}from remat_compiler.plan_log import record_measurement\nrecord_measurement(0, {peak_bytes})\n"
+
+
+@pytest.mark.parametrize(
+    ("measured_bytes", "said"),
+    [
+        (256 * MIB + 20, "256.0 MiB in its first step, projected were 240.0 MiB (+6.7%), within the budget"),
+        (243 * MIB, "243.0 MiB in its first step, projected were 240.0 MiB (+1.2%), within the budget"),
+        (264 * MIB, "264.0 MiB in its first step, projected were 240.0 MiB (+10.0%), over the budget"),
+        (216 * MIB, "216.0 MiB in its first step, projected were 240.0 MiB (-10.0%), within the budget"),
+    ],
+)
+def test_the_measured_peak_stands_beside_the_projected_one(tmp_path: Path, measured_bytes: int, said: str) -> None:
+    code, stdout, stderr = remat_run(tmp_path, measured(measured_bytes))
+
+    assert (code, stderr) == (0, "")
+    assert f"g00-1a2b3c4d took {said}" in " ".join(stdout.split())  # however the lines break
+
+
+def test_the_measured_peak_in_json(tmp_path: Path) -> None:
+    for text, peak in ((measured(243 * MIB), 243 * MIB), (RECORD, None)):
+        code, stdout, _ = remat_run(tmp_path, text, "--format", "json")
+
+        assert code == 0
+        [record] = json.loads(stdout)
+        assert record["measured_peak_bytes"] == peak
 
 
 def test_the_plan_table_names_the_folder_to_look_into(tmp_path: Path) -> None:

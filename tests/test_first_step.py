@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +20,7 @@ from torch.profiler import profile
 
 import remat_compiler
 from remat_compiler import first_step
+from remat_compiler.cli.run import plan_table, plans_json
 from remat_compiler.first_step import MAX_FORWARDS, FirstStep, difference
 from remat_compiler.measure import measure_peak
 from remat_compiler.plan_log import measured_peaks, record
@@ -166,6 +169,44 @@ def test_the_user_profiles_from_forward_to_backward_only(step: Step) -> None:
     assert None not in step.measured()
 
 
+def test_tangents_under_vmap(step: Step) -> None:
+    """A Jacobian's rows at once: their tensors have no storage."""
+    logits = step.forward()
+    rows = torch.randn(2, ROWS, CLASSES)
+    bias = step.model[-1].bias
+    [together] = torch.autograd.grad(logits, bias, rows, is_grads_batched=True, retain_graph=True)
+    [alone] = torch.autograd.grad(logits, bias, rows[1])
+
+    assert torch.equal(together[1], alone)
+    assert step.measured() == (None,)
+    step.run()
+    assert None not in step.measured()
+
+
+def test_several_threads_at_once(step: Step) -> None:
+    step.forward()  # compiled
+    start, errors = threading.Barrier(3), []
+
+    def run() -> None:
+        start.wait()
+        try:
+            step.run()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert no_profiler_is_left()
+    step.run()
+
+    [peak] = step.measured()
+    assert peak is None or peak == pytest.approx(step.plan().projected_peak_bytes, rel=0.001)
+
+
 def test_another_thread(step: Step) -> None:
     thread = threading.Thread(target=step.run)
     thread.start()
@@ -226,12 +267,14 @@ def block(num_kib: int) -> Tensor:
 class Graphs:
     """A forward that needs 30 KiB and keeps 20, of which backward frees 10 before it needs 25; it returns 5."""
 
-    def __init__(self, device_type: str = "cpu", projected_kib: int = 130, number: int = -1) -> None:
+    def __init__(
+        self, device_type: str = "cpu", projected_kib: int = 130, number: int = -1, num_outputs: int = 1
+    ) -> None:
         self.number = record(plan(), 0.1) if number < 0 else number
         self.inputs = [block(100)]
         self.forward, self.backward = Code(self._forward), Code(self._backward)
         self.originals = (self.forward.current_callable, self.backward.current_callable)
-        self.watch = FirstStep(device_type)
+        self.watch = FirstStep(device_type, num_outputs)
         of_forward = Signature(("primals_1", "primals_2"), ("out", "saved"), {})
         of_backward = Signature(("saved", "primals_1", "tangents_1"), ("gradient",), {})
         self.watch.add(CompiledGraph(of_forward, [self.inputs[0], 7], False, "", self.forward))
@@ -277,6 +320,24 @@ def test_bytes_are_those_of_the_graph() -> None:
 
     assert graphs.measured == 140 * KIB
     assert not graphs.is_watched
+
+
+def test_an_output_that_is_saved_and_that_nobody_has_kept_counts_to_the_end() -> None:
+    """As in the projection: the 10 of the saved value are there beside the 140."""
+    graphs = Graphs(projected_kib=150, num_outputs=2)
+    graphs.run_backward(graphs.run_forward(), block(10))
+
+    assert graphs.measured == 150 * KIB
+
+
+@pytest.mark.parametrize("storageless", [lambda: torch.eye(3).to_sparse(), lambda: torch.eye(3).to_mkldnn()])
+def test_a_tangent_without_storage_is_not_measured(storageless: Callable[[], Tensor]) -> None:
+    graphs = Graphs(projected_kib=140)
+    graphs.run_backward(graphs.run_forward(), storageless())
+    assert graphs.measured is None
+    graphs.run_backward(graphs.run_forward(), block(10))
+
+    assert graphs.measured == 140 * KIB
 
 
 def test_a_tangent_that_autograd_holds() -> None:
@@ -394,6 +455,57 @@ def test_cuda_knows_nothing_below_an_earlier_peak(monkeypatch: pytest.MonkeyPatc
     assert not graphs.is_watched
 
 
+def test_cuda_knows_forwards_peak_where_backward_stays_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", Counter(50, 130 * KIB, 130 * KIB, 130 * KIB))
+    graphs = Graphs("cuda")
+    graphs.run_backward(graphs.run_forward(), block(10))
+
+    assert graphs.measured == 130 * KIB
+
+
+def test_cuda_knows_nothing_below_a_peak_between_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward may need more than the forward, and less than the loss outside of the graph."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", Counter(50, 60 * KIB, 900 * KIB, 900 * KIB))
+    graphs = Graphs("cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graphs.run_backward(graphs.run_forward(), block(10))
+
+    assert graphs.measured is None
+    assert not graphs.is_watched
+
+
+def test_cuda_peak_that_the_user_resets_inside_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", Counter(50, 130 * KIB, 70, 80 * KIB))
+    graphs = Graphs("cuda")
+    graphs.run_backward(graphs.run_forward(), block(10))
+
+    assert graphs.measured == 130 * KIB
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_only_the_log_of_cpu_needs_inputs_held(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is nearly full, an input that lives longer than it must is an error of the first step."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", Counter(1, 1, 1, 1))
+    graphs = Graphs(device_type)
+    graphs.watch.graphs.clear()  # a compiler's own example inputs hold no memory
+    alive: list[bool] = []
+    results = graphs.run_forward()
+    saved, given = results[1], weakref.ref(graphs.inputs[0])
+
+    def look(arguments: list[Any]) -> list[Tensor]:
+        arguments.clear()
+        alive.append(given() is not None)
+        return []
+
+    code = Code(look)
+    graphs.watch.add(CompiledGraph(Signature(("saved", "primals_1", "tangents_1"), (), {}), [], True, "", code))
+    arguments = [saved, graphs.inputs.pop(), block(10)]
+    code.current_callable(arguments)
+
+    assert alive == [device_type == "cpu"]
+
+
 # What is said.
 
 
@@ -402,6 +514,15 @@ def test_nothing_is_said_within_five_percent(measured_mib: int) -> None:
     own = replace(plan(), projected_peak_bytes=100 * MIB, budget_bytes=120 * MIB)
 
     assert difference(own, measured_mib * MIB) is None
+
+
+def test_nothing_is_said_of_a_few_scalars() -> None:
+    own = replace(plan(), projected_peak_bytes=92, budget_bytes=100)
+
+    assert difference(own, 112) is None
+    assert difference(own, 92 + 65) is not None
+    assert difference(replace(own, projected_peak_bytes=MIB, budget_bytes=MIB), MIB + 64) is None
+    assert difference(replace(own, projected_peak_bytes=MIB, budget_bytes=MIB), MIB + 65) is not None
 
 
 def test_over_the_budget_is_said_at_once() -> None:
@@ -436,3 +557,32 @@ def test_without_a_budget() -> None:
     text = difference(own, 110 * MIB)
     assert text is not None
     assert text.endswith("A memory_budget would be off by as much: leave that much room.")
+
+    text = difference(own, 90 * MIB)
+    assert text is not None
+    assert text.endswith("A memory_budget would be off by as much: it could be that much higher.")
+
+
+# What ``remat run`` ends with.
+
+
+def printed(measured_bytes: int | None, budget_bytes: int | None) -> str:
+    own = replace(plan(), projected_peak_bytes=100 * MIB, budget_bytes=budget_bytes)
+    return "\n".join(text.plain for text in plan_table([own], [measured_bytes], None, 100))
+
+
+def test_the_plan_table_holds_projected_and_measured() -> None:
+    figures = "g00-1a2b3c4d took 101.0 MiB in its first step, projected were 100.0 MiB (+1.0%)"
+
+    assert f"\n  {figures}\n" in printed(101 * MIB, None)
+    assert f"\n  {figures}, within the budget\n" in printed(101 * MIB, 101 * MIB)
+    assert f"\n  {figures}, over the budget\n" in printed(101 * MIB, 100 * MIB)
+    assert "in its first step" not in printed(None, 100 * MIB)
+
+
+def test_the_json_holds_the_measured_peak() -> None:
+    plans = [plan(), plan()]
+    records = json.loads(plans_json(plans, [5, None]))
+
+    assert [entry["measured_peak_bytes"] for entry in records] == [5, None]
+    assert [RematPlan.from_json(json.dumps(entry), "here") for entry in records] == plans

@@ -105,10 +105,12 @@ def search(
         CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
     """
     limit = _limit_bytes(inductor, budget_bytes) if limit_bytes is None else limit_bytes
+    main = sweep(problem, MAX_CUTS_BESIDE, _total_bytes(problem) // BYTE_STEPS)  # says first what is not legal at all
     settled = without_dead_ends(problem)
     found = holds(joint, settled, model, MAX_CUTS_HELD)
     plans = _ChainPlans(joint, settled, model, found) if found is not None else None
-    main = sweep(problem, MAX_CUTS if plans is None else MAX_CUTS_BESIDE, _total_bytes(problem) // BYTE_STEPS)
+    if plans is None:
+        main = sweep(problem, MAX_CUTS, _total_bytes(problem) // BYTE_STEPS)
     considered = _Considered(model, limit, [Candidate(cut, model.project(cut)) for cut in main.vertices])
     considered.add([inductor] if inductor.is_legal else [])
     between_vertices = _between_all(problem, main, MAX_LEAP if plans is None else 0)

@@ -190,10 +190,12 @@ def plan_table(
 
 
 def _measured(plan: RematPlan, peak_bytes: int) -> str:
+    from remat_compiler.first_step import is_over_budget  # needs torch, which whoever has measured has loaded
+
     projected = plan.projected_peak_bytes
     off = 100 * (peak_bytes / max(projected, 1) - 1)
-    budget = plan.budget_bytes
-    verdict = "" if budget is None else ", within the budget" if peak_bytes <= budget else ", over the budget"
+    within = ", over the budget" if is_over_budget(plan, peak_bytes) else ", within the budget"
+    verdict = "" if plan.budget_bytes is None else within
     return (
         f"{plan.graph_id} took {format_bytes(peak_bytes)} in its first step,"
         f" projected were {format_bytes(projected)} ({off:+.1f}%){verdict}"
