@@ -6,7 +6,7 @@ Both go through ``capture``, so a test states ops and shapes, and never a field 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat_compiler import torch_private
+from remat_passes.again import Unrolled
 from remat_passes.cost import CostGraph, price
 from remat_passes.cut import Cut, CutProblem, cut_of_saved
 from remat_passes.device import DeviceSpec
-from remat_passes.joint import JointGraph, Value, capture
+from remat_passes.joint import JointGraph, Side, Value, capture
 from remat_passes.legality import Permission, classify
 from remat_passes.memory import MemoryModel
 from remat_passes.search import Candidate, Choice, cut_problem, inductor_candidate, search
@@ -95,6 +96,24 @@ def chain(num_layers: int, size: int, op: Callable[..., Any]) -> JointGraph:
     for layer in reversed(layers[1:]):
         gradient = build.call(torch.ops.aten.mul.Tensor, gradient, layer)
     return build.joint([layers[-1]], [gradient])
+
+
+def products(num_layers: int, rows: int, width: int) -> JointGraph:
+    """``h = exp(h @ w)`` with the gradients of all weights, layer by layer."""
+    build = JointBuilder()
+    h = build.primal(rows, width)
+    weights = [build.primal(width, width) for _ in range(num_layers)]
+    gradient = build.tangent(rows, width)
+    layers: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+    for w in weights:
+        before, h = h, build.call(torch.ops.aten.exp.default, build.call(torch.ops.aten.mm.default, h, w))
+        layers.append((before, w, h))
+    gradients = []
+    for before, w, after in reversed(layers):
+        gradient = build.call(torch.ops.aten.mul.Tensor, gradient, after)
+        gradients.append(build.call(torch.ops.aten.mm.default, build.call(torch.ops.aten.t.default, before), gradient))
+        gradient = build.call(torch.ops.aten.mm.default, gradient, build.call(torch.ops.aten.t.default, w))
+    return build.joint([h], gradients, static=range(1, num_layers + 1))
 
 
 # -- traced from a step -----------------------------------------------------------------------------------------------
@@ -189,6 +208,17 @@ def staged(
 def choose(graph: Staged, budget_bytes: int | None) -> Choice:
     """What the search makes of it."""
     return search(graph.joint, graph.problem, graph.model, graph.inductor, budget_bytes, graph.costs.fixed_ps)
+
+
+def unrolled_problem(problem: CutProblem, graph: Unrolled) -> CutProblem:
+    """The prices of the values that are repeated, for the graph with repetitions."""
+    required = graph.joint.required
+    return tuple(
+        old
+        if value.side is Side.BACKWARD
+        else replace(old, name=value.name, inputs=value.inputs, is_required=value.index in required)
+        for value, old in zip(graph.joint.values, (problem[i] for i in graph.origin), strict=True)
+    )
 
 
 def _unsavable(problem: CutProblem) -> frozenset[int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import JointBuilder, Staged, choose, staged, trace, values_of
+from graphs import JointBuilder, Staged, choose, staged, trace, unrolled_problem, values_of
 from oracle import (
     FP64,
     Outcome,
@@ -39,8 +39,8 @@ import remat_compiler
 from remat_compiler.measure import measure_peak
 from remat_passes.again import BACKWARD_PASS, Unrolled, repetition_of, unroll
 from remat_passes.chain import Chain, ChainPlan, Drop, Hold
-from remat_passes.cut import Cut, CutProblem, cut_of_saved, without_dead_ends
-from remat_passes.holds import Holds, holds
+from remat_passes.cut import Cut, cut_of_saved, without_dead_ends
+from remat_passes.holds import Holds, boundaries, holds
 from remat_passes.joint import JointGraph, Side
 from remat_passes.memory import Projection
 from remat_passes.plan import RematPlan
@@ -161,23 +161,12 @@ class Repeating:
         return replace(self.graph.model, joint=self.unrolled.joint).project(self.cut)
 
 
-def unrolled_problem(problem: CutProblem, graph: Unrolled) -> CutProblem:
-    """The prices of the values that are repeated, for the graph with repetitions."""
-    required = graph.joint.required
-    return tuple(
-        old
-        if value.side is Side.BACKWARD
-        else replace(old, name=value.name, inputs=value.inputs, is_required=value.index in required)
-        for value, old in zip(graph.joint.values, (problem[i] for i in graph.origin), strict=True)
-    )
-
-
 @functools.cache
 def repeating(name: str) -> tuple[Repeating, ...]:
     """Every plan of the graph's chain that computes something once more."""
     graph = GRAPHS[name]()
     problem = without_dead_ends(graph.problem)
-    held = holds(graph.joint, problem, graph.model, max_cuts=8)
+    held = holds(graph.joint, problem, graph.model, boundaries(graph.joint, problem), max_cuts=8)
     assert held is not None
     table = Chain(held.blocks, num_units=256, unit_bytes=-(-held.largest_bytes // 256))
     found = []
@@ -350,7 +339,7 @@ def test_the_first_of_two_layers_by_hand() -> None:
     """Three blocks, of which the first two are dropped and passed over again, the first of them once more."""
     graph = staged(products(3))
     problem = without_dead_ends(graph.problem)
-    held = holds(graph.joint, problem, graph.model, max_cuts=8)
+    held = holds(graph.joint, problem, graph.model, boundaries(graph.joint, problem), max_cuts=8)
     assert held is not None
     assert held.chain.num_blocks >= 3
     options = [min((o for o in block.options if o.span == 1), key=lambda o: o.held_bytes) for block in held.blocks]

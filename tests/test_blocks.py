@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import JointBuilder, trace, value_of, values_of
+from graphs import JointBuilder, products, trace, value_of, values_of
 from torch import Tensor, fx, nn
 
 from remat_passes.blocks import Blocks, blocks
@@ -20,24 +20,6 @@ aten = torch.ops.aten
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------
-
-
-def products(num_layers: int = 4) -> JointGraph:
-    """``h = exp(h @ w)`` with the gradients of all weights."""
-    build = JointBuilder()
-    h = build.primal(8, 8)
-    weights = [build.primal(8, 8) for _ in range(num_layers)]
-    gradient = build.tangent(8, 8)
-    layers: list[tuple[fx.Node, fx.Node, fx.Node]] = []
-    for w in weights:
-        before, h = h, build.call(aten.exp.default, build.call(aten.mm.default, h, w))
-        layers.append((before, w, h))
-    gradients = []
-    for before, w, after in reversed(layers):
-        gradient = build.call(aten.mul.Tensor, gradient, after)
-        gradients.append(build.call(aten.mm.default, build.call(aten.t.default, before), gradient))
-        gradient = build.call(aten.mm.default, gradient, build.call(aten.t.default, w))
-    return build.joint([h], gradients, static=range(1, num_layers + 1))
 
 
 def masked(is_shared: bool) -> JointGraph:
@@ -74,7 +56,7 @@ class Residual(nn.Module):
 
 
 GRAPHS: dict[str, Callable[[], JointGraph]] = {
-    "products": products,
+    "products": lambda: products(4, 8, 8),
     "own masks": lambda: masked(is_shared=False),
     "shared mask": lambda: masked(is_shared=True),
     "residual": lambda: trace(Residual(), torch.ones(32, 8)).joint,
@@ -150,7 +132,7 @@ def test_backward_goes_from_the_last_block_to_the_first(name: str) -> None:
 
 def test_layers_of_products_by_hand() -> None:
     """Forward: narrow points are both the products and the exponentials; keep the exponentials of layers 1 and 3."""
-    joint = products()
+    joint = products(4, 8, 8)
     kept = [value_of(joint, name).index for name in ("exp_default", "exp_default_2")]
     chain = blocks(joint, kept)
     where = {value.name: chain.block_of[value.index] for value in joint.values}
@@ -163,7 +145,7 @@ def test_layers_of_products_by_hand() -> None:
 
 
 def test_without_narrow_points_there_is_one_block() -> None:
-    joint = products()
+    joint = products(4, 8, 8)
     chain = blocks(joint, [])
 
     assert chain.num_blocks == 1

@@ -9,39 +9,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphs import JointBuilder, Staged, chain, staged, value_of
+from graphs import JointBuilder, Staged, chain, products, staged, unrolled_problem, value_of
 from test_exact_search import SEEDS, Tried, brute_force, every_decision, fastest, limits, random_graph
-from torch import fx
 
-from remat_passes.again import Unrolled, unroll
+from remat_passes.again import unroll
 from remat_passes.bound import lower_bound_ps
 from remat_passes.chain import Chain
-from remat_passes.cut import CutProblem, cut_of_saved, without_dead_ends
-from remat_passes.holds import holds
-from remat_passes.joint import JointGraph, Side
+from remat_passes.cut import cut_of_saved, without_dead_ends
+from remat_passes.holds import boundaries, holds
+from remat_passes.joint import JointGraph
 
 aten = torch.ops.aten
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------
-
-
-def products(num_layers: int, rows: int = 64) -> JointGraph:
-    """``h = exp(h @ w)`` with the gradients of all weights, layer by layer."""
-    build = JointBuilder()
-    h = build.primal(rows, 32)
-    weights = [build.primal(32, 32) for _ in range(num_layers)]
-    gradient = build.tangent(rows, 32)
-    layers: list[tuple[fx.Node, fx.Node, fx.Node]] = []
-    for w in weights:
-        before, h = h, build.call(aten.exp.default, build.call(aten.mm.default, h, w))
-        layers.append((before, w, h))
-    gradients = []
-    for before, w, after in reversed(layers):
-        gradient = build.call(aten.mul.Tensor, gradient, after)
-        gradients.append(build.call(aten.mm.default, build.call(aten.t.default, before), gradient))
-        gradient = build.call(aten.mm.default, gradient, build.call(aten.t.default, w))
-    return build.joint([h], gradients, static=range(1, num_layers + 1))
 
 
 def read_early_although_listed_late() -> JointGraph:
@@ -58,8 +39,8 @@ def read_early_although_listed_late() -> JointGraph:
 
 BUILDERS: dict[str, Callable[[], JointGraph]] = {
     "chain": lambda: chain(6, 256, aten.exp.default),
-    "products": lambda: products(4),
-    "many rows": lambda: products(3, rows=512),
+    "products": lambda: products(4, 64, 32),
+    "many rows": lambda: products(3, 512, 32),
 }
 
 
@@ -124,21 +105,10 @@ def test_without_a_kernel_in_backward_there_is_no_bound() -> None:
 # -- plans of the chain -----------------------------------------------------------------------------------------------
 
 
-def unrolled_problem(problem: CutProblem, graph: Unrolled) -> CutProblem:
-    """The prices of the values that are repeated, for the graph with repetitions."""
-    required = graph.joint.required
-    return tuple(
-        old
-        if value.side is Side.BACKWARD
-        else replace(old, name=value.name, inputs=value.inputs, is_required=value.index in required)
-        for value, old in zip(graph.joint.values, (problem[i] for i in graph.origin), strict=True)
-    )
-
-
 def chain_plans(graph: Staged) -> list[tuple[Tried, bool]]:
     """Every plan of the graph's chain with the peak of its replay, and whether it computes a value more than once."""
     problem = without_dead_ends(graph.problem)
-    held = holds(graph.joint, problem, graph.model, max_cuts=8)
+    held = holds(graph.joint, problem, graph.model, boundaries(graph.joint, problem), max_cuts=8)
     assert held is not None
     table = Chain(held.blocks, num_units=256, unit_bytes=-(-held.largest_bytes // 256))
     found = []
@@ -154,7 +124,7 @@ def chain_plans(graph: Staged) -> list[tuple[Tried, bool]]:
 @pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("rows", [64, 512])
 def test_never_above_a_plan_that_computes_values_more_than_once(rows: int, fuses: bool) -> None:
-    graph = staged(products(10, rows), fuses=fuses)
+    graph = staged(products(10, rows, 32), fuses=fuses)
     plans = chain_plans(graph)
     starts = [graph.inductor.cut, cut_of_saved(graph.problem, frozenset())]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .cut import Cut, CutProblem, sweep
+from .cut import Cut, CutProblem, coarse_sweep
 from .joint import JointGraph, Side
 from .memory import CPU_WORKSPACE, MemoryModel
 from .ops import OpKind
@@ -54,8 +54,7 @@ def lower_bound_ps(
 
 def _bound_at(problem: CutProblem, instant: Instant, room: int) -> int | None:
     counted = tuple(v if i in instant.waiting else replace(v, bytes=0) for i, v in enumerate(problem))
-    total = sum(value.bytes for value in counted)
-    return sweep(counted, MAX_CUTS, total // 1000).lower_bound_ps(max(0, room - instant.fixed_bytes))
+    return coarse_sweep(counted, MAX_CUTS).lower_bound_ps(max(0, room - instant.fixed_bytes))
 
 
 def _instants(joint: JointGraph, problem: CutProblem, model: MemoryModel) -> Sequence[Instant]:

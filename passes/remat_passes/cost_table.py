@@ -8,9 +8,9 @@ Who fills it is not said here: ``remat_passes`` runs nothing.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from torch import fx
 
 from .errors import ConfigError, nearest
 from .joint import UNBACKED_SIZE, JointGraph, Value
+from .json_object import json_object, positive_number
 from .ops import OpKind, schema_of
 
 SCHEMA = 1
@@ -167,7 +168,7 @@ def table_from_json(text: str, origin: str) -> CostTable:
         ConfigError: the text is not JSON or of another schema, a field is missing, unknown or of the wrong kind, or a
             time is not a number above 0.
     """
-    record = _object_from_json(text, origin)
+    record = json_object(text, functools.partial(_damaged, origin))
     if record.get("schema") != SCHEMA:
         raise _damaged(origin, f"its schema is {record.get('schema')!r}, this version of remat reads {SCHEMA}")
     for name in record:
@@ -190,16 +191,6 @@ def _damaged(origin: str, what: str, hint: str = "") -> ConfigError:
     return ConfigError(f"{origin} is not a usable cost table: {what}.{hint} {_REMEDY}")
 
 
-def _object_from_json(text: str, origin: str) -> Mapping[str, object]:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(origin, f"it is not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise _damaged(origin, "it is not a JSON object")
-    return record
-
-
 def _entries(record: Mapping[str, object], name: str, origin: str) -> Mapping[str, object]:
     entries = record[name]
     if not isinstance(entries, dict):
@@ -215,7 +206,7 @@ def _word(record: Mapping[str, object], name: str, origin: str) -> str:
 
 
 def _time_us(key: str, entry: object, origin: str) -> float:
-    # The upper end refuses the Infinity that Python's JSON reads; NaN fails both.
-    if not isinstance(entry, (int, float)) or isinstance(entry, bool) or not 0 < entry <= sys.float_info.max:
+    time_us = positive_number(entry)
+    if time_us is None:
         raise _damaged(origin, f"the time of {key!r} is {entry!r}, expected a number of microseconds above 0")
-    return float(entry)
+    return time_us

@@ -342,6 +342,15 @@ def sweep(problem: CutProblem, max_cuts: int, coarseness_bytes: int = 0) -> Swee
     return Sweep(tuple(sorted(vertices, key=lambda cut: cut.time_ps)), tuple(duals))
 
 
+# The part of all bytes below which a gap of the hull is not looked into: 0.1 %, far less than a peak is known by.
+BYTE_STEPS = 1000
+
+
+def coarse_sweep(problem: CutProblem, max_cuts: int) -> Sweep:
+    """The hull without its finest steps (see ``BYTE_STEPS``)."""
+    return sweep(problem, max_cuts, sum(value.bytes for value in problem) // BYTE_STEPS)
+
+
 def _gap(left: Cut, right: Cut) -> tuple[int, int, Cut, Cut]:
     return (right.saved_bytes - left.saved_bytes, left.time_ps, left, right)
 

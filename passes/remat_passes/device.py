@@ -7,12 +7,13 @@ multiplied by the fractions below, so that a projected time is comparable with a
 
 from __future__ import annotations
 
+import functools
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from .errors import ConfigError, nearest
+from .json_object import json_object, positive_number
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -165,7 +166,7 @@ def spec_from_json(text: str, origin: str) -> DeviceSpec:
     Raises:
         ConfigError: the text is not JSON, a field is missing, unknown or of the wrong kind, or a number is not above 0.
     """
-    record = _object_from_json(text, origin)
+    record = json_object(text, functools.partial(_damaged, origin))
     _check_names(record, tuple(field.name for field in fields(DeviceSpec)), "field", origin)
     kind = _text(record, "kind", origin)
     if kind not in _KINDS:
@@ -186,16 +187,6 @@ def spec_from_json(text: str, origin: str) -> DeviceSpec:
 
 def _damaged(origin: str, what: str, hint: str = "") -> ConfigError:
     return ConfigError(f"{origin} is not a usable device spec: {what}.{hint} {_REMEDY}")
-
-
-def _object_from_json(text: str, origin: str) -> Mapping[str, object]:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(origin, f"it is not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise _damaged(origin, "it is not a JSON object")
-    return record
 
 
 def _check_names(record: Mapping[str, object], names: tuple[str, ...], noun: str, origin: str) -> None:
@@ -223,11 +214,10 @@ def _whole(record: Mapping[str, object], name: str, origin: str) -> int:
 
 
 def _number(record: Mapping[str, object], name: str, origin: str) -> float:
-    entry = record[name]
-    # The upper end refuses the Infinity that Python's JSON reads, and integers too large for a float; NaN fails both.
-    if not isinstance(entry, (int, float)) or isinstance(entry, bool) or not 0 < entry <= sys.float_info.max:
-        raise _damaged(origin, f"field {name!r} is {entry!r}, expected a number above 0")
-    return float(entry)
+    number = positive_number(record[name])
+    if number is None:
+        raise _damaged(origin, f"field {name!r} is {record[name]!r}, expected a number above 0")
+    return number
 
 
 def _rates(entry: object, origin: str) -> dict[str, float]:

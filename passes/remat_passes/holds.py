@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .blocks import Blocks, blocks
 from .chain import ChainBlock, Option
-from .cut import Cut, CutProblem, keeping, sweep
+from .cut import Cut, CutProblem, coarse_sweep, keeping
 from .joint import JointGraph, Side
 from .memory import MemoryModel
 from .narrow import narrow_points
@@ -21,7 +21,6 @@ from .ops import OpKind
 
 # Every narrow point is kept, every second one, and so on: blocks of up to that many at a time are held as one.
 STRIDES = (1, 2, 4, 8)
-BYTE_STEPS = 1000  # gaps of the hull below this part of all bytes are not looked into
 
 # Points at which a chain can be cut; with more, the table of chain.py would take longer than all else.
 MAX_BOUNDARIES = 127
@@ -37,18 +36,16 @@ class Holds:
     largest_bytes: int  # the highest peak of any option, with all that earlier blocks hold
 
 
-def holds(joint: JointGraph, problem: CutProblem, model: MemoryModel, max_cuts: int) -> Holds | None:
-    """The chain of a graph, ``None`` where it has no narrow point.
+def holds(joint: JointGraph, problem: CutProblem, model: MemoryModel, points: Sequence[int], max_cuts: int) -> Holds:
+    """The chain of a graph.
 
     Args:
         joint: the graph.
         problem: its prices.
         model: replays decisions.
+        points: where it is cut, at least one (see ``boundaries``).
         max_cuts: bounds the work for each stride (see ``cut.sweep``).
     """
-    points = _boundaries(joint, problem)
-    if not points:
-        return None
     chain = blocks(joint, points)
     options: list[list[Option]] = [[] for _ in range(chain.num_blocks)]
     always_saved: frozenset[int] | None = None
@@ -57,8 +54,7 @@ def holds(joint: JointGraph, problem: CutProblem, model: MemoryModel, max_cuts: 
         kept = points[stride - 1 :: stride]
         if not kept:
             break
-        family = keeping(problem, kept)
-        vertices = sweep(family, max_cuts, sum(value.bytes for value in family) // BYTE_STEPS).vertices
+        vertices = coarse_sweep(keeping(problem, kept), max_cuts).vertices
         for cut in vertices:
             held_bytes = 0
             for first, option in _options(joint, problem, model, chain, kept, cut):
@@ -84,9 +80,10 @@ def holds(joint: JointGraph, problem: CutProblem, model: MemoryModel, max_cuts: 
     )
 
 
-def _boundaries(joint: JointGraph, problem: CutProblem) -> tuple[int, ...]:
-    """The narrow points that a chain is cut at: between two of them lies at least one kernel of its own, where there
-    are such, because what pointwise work alone makes of a boundary is no boundary worth its bytes."""
+def boundaries(joint: JointGraph, problem: CutProblem) -> tuple[int, ...]:
+    """The narrow points that a chain can be cut at, if there are any: between two of them lies at least one kernel of
+    its own, where there are such, because what pointwise work alone makes of a boundary is no boundary worth its
+    bytes."""
     points = [i for i in narrow_points(joint) if problem[i].save_ps is not None]
     fine = blocks(joint, points)
     heavy = {

@@ -51,6 +51,7 @@ EAGER_WORKSPACE = {"fma": 1, "convolution": 1, "convolution_backward": 2}
 CPU_WORKSPACE = {"convolution_backward": 1}
 GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 HALF_PRECISION = (torch.bfloat16, torch.float16)
+COPY_SUFFIX = " (copy)"  # how a projection names the copy of a value
 PROMOTING = frozenset({"add", "sub", "mul", "div"})
 
 
@@ -206,7 +207,7 @@ class MemoryModel:
     def _named(self, alive: Iterable[int]) -> tuple[tuple[str, int], ...]:
         """Values with bytes, largest first; everything held before the step stands first as one entry."""
         found = [(self.joint.values[i].name, self.sizes[i]) for i in alive if i >= 0 and self.sizes[i]]
-        found += [(f"{self.joint.values[-1 - i].name} (copy)", self.sizes[-1 - i]) for i in alive if i < 0]
+        found += [(f"{self.joint.values[-1 - i].name}{COPY_SUFFIX}", self.sizes[-1 - i]) for i in alive if i < 0]
         found.append(("parameters, buffers and inputs", self.baseline_bytes))
         return tuple(sorted(found, key=lambda entry: (-entry[1], entry[0])))
 

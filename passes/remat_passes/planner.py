@@ -10,7 +10,7 @@ from .cut import Cut
 from .device import DeviceSpec
 from .joint import JointGraph, Role, Side, Value
 from .legality import Permission, must_recompute
-from .memory import Instant, MemoryModel, Projection
+from .memory import COPY_SUFFIX, Instant, MemoryModel, Projection
 from .ops import OpKind
 from .plan import SCHEDULE_CLASS, Decision, FrontierPoint, Moment, PeakValue, RematPlan, StepSide, ValuePlan
 from .search import Candidate, Choice
@@ -19,8 +19,6 @@ from .units import format_us
 # A longer timeline is thinned: a picture of 80 mm, a column of a paper, has 1,890 dots beside each other in print
 # (600 dots an inch).
 MAX_MOMENTS = 2000
-
-COPY_SUFFIX = " (copy)"  # how the memory model names a copy of a value (memory.py)
 
 
 @dataclass(frozen=True, slots=True)

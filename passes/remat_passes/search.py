@@ -15,10 +15,10 @@ from .again import Unrolled, unroll
 from .bound import lower_bound_ps
 from .chain import Chain
 from .cost import CostGraph
-from .cut import Cut, CutProblem, CutValue, Sweep, between, cut_of_saved, leaps, sweep, without_dead_ends
+from .cut import Cut, CutProblem, CutValue, Sweep, between, coarse_sweep, cut_of_saved, leaps, without_dead_ends
 from .errors import BudgetInfeasibleError, CannotPartitionError
 from .exact import MAX_DECIDABLE, best_cut, decidable
-from .holds import Holds, holds
+from .holds import boundaries, holds
 from .joint import JointGraph, Side
 from .legality import Permission
 from .memory import MemoryModel, Projection
@@ -29,7 +29,6 @@ from .units import format_bytes
 MAX_CUTS = 48
 MAX_CUTS_BESIDE = 12  # where there is a chain, which is finer
 MAX_CUTS_HELD = 8
-BYTE_STEPS = 1000  # gaps of the hull below this part of all bytes are not looked into
 MAX_POINTS = 256
 MAX_LEAP = 4
 MEMORY_STEPS = 512  # units of memory in the table of the chain
@@ -105,12 +104,10 @@ def search(
         CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
     """
     limit = _limit_bytes(inductor, budget_bytes) if limit_bytes is None else limit_bytes
-    main = sweep(problem, MAX_CUTS_BESIDE, _total_bytes(problem) // BYTE_STEPS)  # says first what is not legal at all
     settled = without_dead_ends(problem)
-    found = holds(joint, settled, model, MAX_CUTS_HELD)
-    plans = _ChainPlans(joint, settled, model, found) if found is not None else None
-    if plans is None:
-        main = sweep(problem, MAX_CUTS, _total_bytes(problem) // BYTE_STEPS)
+    points = boundaries(joint, settled)
+    main = coarse_sweep(problem, MAX_CUTS_BESIDE if points else MAX_CUTS)  # says first what is not legal at all
+    plans = _ChainPlans(joint, settled, model, points) if points else None
     considered = _Considered(model, limit, [Candidate(cut, model.project(cut)) for cut in main.vertices])
     considered.add([inductor] if inductor.is_legal else [])
     between_vertices = _between_all(problem, main, MAX_LEAP if plans is None else 0)
@@ -144,10 +141,6 @@ def _bound_ps(
         lower_bound_ps(joint, problem, model, limit_bytes, plain),
     )
     return min(chosen.cut.time_ps, max((bound for bound in bounds if bound is not None), default=chosen.cut.time_ps))
-
-
-def _total_bytes(problem: CutProblem) -> int:
-    return sum(value.bytes for value in problem)
 
 
 def _limit_bytes(inductor: Candidate, budget_bytes: int | None) -> int:
@@ -227,9 +220,10 @@ class _Considered:
 class _ChainPlans:
     """The plans of a chain, by falling memory and rising time; each is unrolled and replayed when it is asked for."""
 
-    def __init__(self, joint: JointGraph, problem: CutProblem, model: MemoryModel, held: Holds) -> None:
-        self.joint, self.problem, self.model, self.held = joint, problem, model, held
-        self.chain = Chain(held.blocks, MEMORY_STEPS, -(-held.largest_bytes // MEMORY_STEPS) or 1)
+    def __init__(self, joint: JointGraph, problem: CutProblem, model: MemoryModel, points: Sequence[int]) -> None:
+        self.joint, self.problem, self.model = joint, problem, model
+        self.held = holds(joint, problem, model, points, MAX_CUTS_HELD)
+        self.chain = Chain(self.held.blocks, MEMORY_STEPS, -(-self.held.largest_bytes // MEMORY_STEPS) or 1)
         self.units = self.chain.breakpoints()
         self.known: dict[int, Candidate] = {}
 
