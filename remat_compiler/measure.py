@@ -12,13 +12,13 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from .torch_private import allocations_within
+
 _STEP = "remat_compiler.measure.step"  # the range that marks the step among the profiler's events
-_MEMORY = "[memory]"  # the profiler's name for an allocation (positive bytes) or a free (negative bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,30 +112,18 @@ def _measure_cpu(step: Callable[[], object], baseline_bytes: int) -> MemoryTrace
         with record_function(_STEP):
             result = step()
         del result
-    events = sorted(_events(profiler), key=lambda event: event.start_ns())  # threads deliver theirs one after another
-    marker = next(event for event in events if event.name() == _STEP)
+    start_ns, end_ns, events = allocations_within(profiler, _STEP)
     total_bytes = baseline_bytes
     timeline = [(0.0, total_bytes)]
+    places: set[int] = set()
     for event in events:
-        if event.name() == _MEMORY and marker.start_ns() <= event.start_ns() <= marker.end_ns():
-            total_bytes += event.nbytes()
-            timeline.append(((event.start_ns() - marker.start_ns()) / 1e3, total_bytes))
+        if event.bytes > 0:
+            places.add(event.place)
+        elif event.place not in places:
+            continue  # from before the step: its size is unknown, or that of a block that was there long ago
+        else:
+            places.remove(event.place)
+        total_bytes += event.bytes
+        timeline.append(((event.at_ns - start_ns) / 1e3, total_bytes))
     peak_bytes = max(total for _, total in timeline)
-    return MemoryTrace(baseline_bytes, peak_bytes, marker.duration_ns() / 1e3, tuple(timeline))
-
-
-class _Event(Protocol):
-    def name(self) -> str: ...
-    def start_ns(self) -> int: ...
-    def end_ns(self) -> int: ...
-    def duration_ns(self) -> int: ...
-    def nbytes(self) -> int: ...
-
-
-def _events(profiler: profile) -> list[_Event]:
-    """The profiler's raw events on CPU; its ``events()`` hides a free inside the operator that did it."""
-    if profiler.profiler is None or profiler.profiler.kineto_results is None:
-        raise RuntimeError("torch.profiler recorded nothing; is another profiler active?")
-    events = profiler.profiler.kineto_results.events()
-    on_cpu = [event for event in events if event.device_type() == torch.profiler.DeviceType.CPU]
-    return cast("list[_Event]", on_cpu)  # torch's stub leaves nbytes out
+    return MemoryTrace(baseline_bytes, peak_bytes, (end_ns - start_ns) / 1e3, tuple(timeline))

@@ -11,6 +11,7 @@ What is used, and where it lives:
 - ``torch._dynamo.backends.common.aot_autograd``: the eager lowering.
 - ``torch._functorch.config``: ``enable_autograd_cache``, ``force_non_lazy_backward_lowering``, ``donated_buffer``.
 - ``torch.autograd._enable_profiler_legacy``: the sizes that the CPU allocator hands out, without Kineto.
+- ``torch.profiler``'s tree of events: the addresses of what the CPU allocator hands out.
 """
 
 from __future__ import annotations
@@ -96,6 +97,41 @@ class AllocationLog:
     def __exit__(self, *_error: object) -> None:
         events = [event for thread in torch.autograd._disable_profiler_legacy() for event in thread]
         self.sizes = [event.cpu_memory_usage() for event in events if event.cpu_memory_usage()]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A call of PyTorch's CPU allocator: positive bytes for a block handed out, negative ones for one taken back."""
+
+    at_ns: int
+    place: int  # its address
+    bytes: int
+
+
+def allocations_within(profiler: torch.profiler.profile, name: str) -> tuple[int, int, list[Allocation]]:
+    """Start and end of the range of that name in ns, and the CPU allocator's calls between them, in order.
+
+    The profiler's public events have no address. Without it a free cannot be told from one of a block that was there
+    before: the allocator's reporter (c10/core/CPUAllocator.cpp) keeps the sizes of blocks that an earlier profile saw
+    and whose end it did not, and gives such a size to whatever block lies there later.
+    """
+    from torch._C._profiler import _ExtraFields_Allocation
+
+    if profiler.profiler is None or profiler.profiler.kineto_results is None:
+        raise RuntimeError("torch.profiler recorded nothing; is another profiler active?")
+    found = []
+    stack = list(profiler.profiler.kineto_results.experimental_event_tree())
+    start_ns = end_ns = 0
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.name == name:
+            start_ns, end_ns = event.start_time_ns, event.end_time_ns
+        fields = event.extra_fields
+        if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
+            found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
+    found.sort(key=lambda allocation: allocation.at_ns)  # threads stand one after another
+    return start_ns, end_ns, [allocation for allocation in found if start_ns <= allocation.at_ns <= end_ns]
 
 
 def outside_of_tracing() -> AbstractContextManager[object]:

@@ -47,6 +47,16 @@ def test_a_free_of_what_was_there_before_is_not_seen_on_cpu() -> None:
     assert totals(trace) == [4 * KIB, 5 * KIB]
 
 
+def test_a_size_that_the_allocator_remembers_of_an_earlier_block_is_not_taken_for_this_one() -> None:
+    earlier: list[torch.Tensor] = []
+    measure_peak(lambda: earlier.extend(empty(8 * KIB) for _ in range(30)))
+    earlier.clear()  # unseen, so that the allocator's reporter still has 8 KiB at these addresses
+    for held in [[empty(4 * KIB)] for _ in range(30)]:
+        trace = measure_peak(lambda held=held: (held.clear(), empty(KIB))[1], baseline_bytes=4 * KIB)  # type: ignore[misc]
+
+        assert totals(trace) == [4 * KIB, 5 * KIB]
+
+
 def test_bytes_are_counted_as_asked_for_and_not_rounded() -> None:
     # CPU's allocator aligns addresses to 64 bytes (c10::gAlignment); it reports the size that was asked for.
     assert measure_peak(lambda: (empty(1), empty(65))).peak_bytes == 66
