@@ -15,10 +15,14 @@ from remat_passes.errors import (
     ConfigError,
     PlanFileError,
     RematError,
+    RematWarning,
 )
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
 
     from remat_passes.plan import RematPlan
 
@@ -31,10 +35,14 @@ __all__ = [
     "ConfigError",
     "PlanFileError",
     "RematError",
+    "RematWarning",
     "export_cost_table",
     "fallbacks",
+    "mark_batch",
+    "measured_peaks",
     "planning_seconds",
     "plans",
+    "register_batch_rule",
 ]
 
 
@@ -43,6 +51,16 @@ def plans() -> tuple[RematPlan, ...]:
     from .plan_log import recorded
 
     return tuple(entry.plan for entry in recorded())
+
+
+def measured_peaks() -> tuple[int | None, ...]:
+    """The peak of the first real step of each plan of ``plans()`` in bytes, everything counted that its budget counts.
+
+    ``None`` where no step has been measured (docs/memory-model.md, "After the first step").
+    """
+    from .plan_log import measured_peaks as recorded_peaks
+
+    return recorded_peaks()
 
 
 def fallbacks() -> tuple[str, ...]:
@@ -67,3 +85,36 @@ def planning_seconds() -> tuple[float, ...]:
     from .plan_log import recorded
 
     return tuple(entry.planning_seconds for entry in recorded())
+
+
+def mark_batch(tensor: torch.Tensor, axis: int = 0) -> torch.Tensor:
+    """Say that ``tensor`` carries the batch at ``axis``, before the step is compiled with it; gives it back.
+
+    Inputs that nobody marks are found by themselves, or by the way they meet marked ones.
+
+    Raises:
+        ConfigError: the tensor has no such axis.
+    """
+    from .step_inputs import mark_batch as mark
+
+    return mark(tensor, axis)
+
+
+def register_batch_rule(op: object, rule: Callable[..., Iterable[tuple[Sequence[object], Sequence[object]]]]) -> None:
+    """Say how a custom op carries the batch, so that steps that use it can be split into micro-batches.
+
+    Args:
+        op: ``torch.ops.mylib.op``, an overload of it, or what ``torch.library.custom_op`` gave.
+        rule: called as the op is, with tensors that have shapes and no contents. It gives a pair for each loop along
+            which the op can be computed in parts: the axis of each tensor operand along it (``None``: the operand is
+            needed whole), and that of each result (``"partial"``: the parts are to be added up).
+
+    Example: a matrix product gives ``((0, None), (0,))`` for its rows, ``((None, 1), (1,))`` for its columns and
+    ``((1, 0), ("partial",))`` for the sum.
+
+    Raises:
+        ConfigError: ``op`` is no op, or ``rule`` cannot be called.
+    """
+    from remat_passes.batch_rules import register
+
+    register(op, rule)

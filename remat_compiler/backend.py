@@ -20,6 +20,7 @@ from .measured_costs import check_cost_model
 from .options import Options, parse_options
 from .partitioner import RematPartitioner
 from .plan_log import publish, record_fallback
+from .step_inputs import step_inputs
 from .trials import compile_within_budget
 
 
@@ -49,11 +50,14 @@ def remat(
     check_cost_model(parsed, spec, "cpu" if _cuda_device(inputs) is None else "cuda")
     spare = torch_private.copy_of(module) if parsed.fallback == "inductor" else None
     try:
+        known = step_inputs(module, inputs, parsed.batch_axes)
+        if parsed.num_microbatches > 1:
+            torch_private.fix_sizes(inputs)
         if parsed.lowering == "eager":
-            partitioner = RematPartitioner(parsed, spec)
+            partitioner = RematPartitioner(parsed, spec, inputs=known)
             compiled = torch_private.compile_with_aot_autograd(module, inputs, partitioner, partitioner.compiled)
         else:
-            compiled, partitioner = compile_within_budget(module, inputs, inductor_options, parsed, spec)
+            compiled, partitioner = compile_within_budget(module, inputs, inductor_options, parsed, spec, known)
         for made in partitioner.made:
             publish(made, parsed.dump_dir)
         return compiled

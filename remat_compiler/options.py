@@ -24,6 +24,7 @@ from remat_passes.units import parse_bytes
 
 BatchNorm = Literal["refuse", "per_microbatch"]
 CostModel = Literal["analytic", "measured"]  # or the path of an exported table
+AccumulateDtype = Literal["same", "float32", "float64"]
 Lowering = Literal["inductor", "eager"]
 Fallback = Literal["error", "inductor"]
 
@@ -49,6 +50,19 @@ OPTIONS = (
     ),
     Option("num_microbatches", "REMAT_NUM_MICROBATCHES", 'an int >= 1, or "auto"', '"auto" with a budget, else 1'),
     Option("batch_norm", "REMAT_BATCH_NORM", '"refuse", "per_microbatch"', '"refuse"'),
+    Option(
+        "batch_axes",
+        "REMAT_BATCH_AXES",
+        'the axis of each input that carries the batch: {"x": 0, "y": 0}, or "x=0, y=0"',
+        "found by itself",
+    ),
+    Option(
+        "accumulate_dtype",
+        "REMAT_ACCUMULATE_DTYPE",
+        '"float32" (sums over micro-batches of what is narrower), "float64" (of all), "same" (as they are)',
+        '"float32"',
+    ),
+    Option("verify", "REMAT_VERIFY", "a bool: run the first step unsplit as well, and compare every gradient", "False"),
     Option("cost_model", "REMAT_COST_MODEL", '"analytic", "measured", or an exported table (*.json)', '"analytic"'),
     Option(
         "device_spec",
@@ -87,6 +101,9 @@ class Options:
     num_microbatches: int = 1
     num_microbatches_auto: bool = False  # the planner may choose another number
     batch_norm: BatchNorm = "refuse"
+    batch_axes: tuple[tuple[str, int], ...] = ()  # by the name of the input; empty: found by itself
+    accumulate_dtype: AccumulateDtype = "float32"
+    verify: bool = False
     cost_model: str = "analytic"  # a ``CostModel``, or the absolute path of an exported table
     device_spec: str | None = None
     dump_dir: Path | None = None
@@ -107,6 +124,9 @@ class Options:
             "num_microbatches": self.num_microbatches,
             "num_microbatches_auto": self.num_microbatches_auto,
             "batch_norm": self.batch_norm,
+            "batch_axes": list(self.batch_axes),
+            "accumulate_dtype": self.accumulate_dtype,
+            "verify": self.verify,
             "cost_model": self.cost_model,
             "device_spec": self.device_spec,
             "dump_dir": None if self.dump_dir is None else str(self.dump_dir),
@@ -151,6 +171,9 @@ def parse_options(
         num_microbatches=num_microbatches if isinstance(num_microbatches, int) else 1,
         num_microbatches_auto=num_microbatches == "auto",
         batch_norm=_parsed(settings, "batch_norm", lambda setting: _one_of(setting, get_args(BatchNorm)), "refuse"),
+        batch_axes=_parsed(settings, "batch_axes", _parse_batch_axes, ()),
+        accumulate_dtype=_parsed(settings, "accumulate_dtype", _parse_accumulate_dtype, "float32"),
+        verify=_parsed(settings, "verify", _parse_bool, False),
         cost_model=_parsed(settings, "cost_model", _parse_cost_model, "analytic"),
         device_spec=_parsed(settings, "device_spec", _parse_device_spec, None),
         lowering=_parsed(settings, "lowering", lambda setting: _one_of(setting, get_args(Lowering)), "inductor"),
@@ -322,12 +345,38 @@ def _parse_num_microbatches(setting: _Setting) -> int | Literal["auto"]:
     num_microbatches = int(value)
     if num_microbatches < 1:
         raise setting.malformed("a step has at least one micro-batch")
-    if num_microbatches > 1:
-        raise ConfigError(
-            f"{setting.where()} is {setting.value!r}: this version of remat does not split a step into micro-batches"
-            ' yet. Leave it at 1 or "auto".'
-        )
     return num_microbatches
+
+
+def _parse_batch_axes(setting: _Setting) -> tuple[tuple[str, int], ...]:
+    value = setting.value
+    if isinstance(value, str):
+        parts = [part.split("=") for part in value.split(",") if part.strip()]
+        if not all(len(part) == 2 and re.fullmatch(r"\s*-?[0-9]{1,3}\s*", part[1]) for part in parts):
+            raise setting.malformed("it is not a list of name=axis")
+        value = {name.strip(): int(axis) for name, axis in parts}
+    if not isinstance(value, Mapping):
+        raise setting.malformed("it does not say which axis of which input")
+    for name, axis in value.items():
+        if not isinstance(name, str) or not isinstance(axis, Integral) or isinstance(axis, bool):
+            raise setting.malformed(f"{name!r}: {axis!r} is not the name of an input and an axis")
+    return tuple(sorted((name, int(axis)) for name, axis in value.items()))
+
+
+def _parse_accumulate_dtype(setting: _Setting) -> AccumulateDtype:
+    named = _Setting(setting.name, str(setting.value).removeprefix("torch."), setting.environment)
+    choices: tuple[AccumulateDtype, ...] = get_args(AccumulateDtype)
+    return _one_of(named, choices)
+
+
+def _parse_bool(setting: _Setting) -> bool:
+    value = setting.value
+    if isinstance(value, bool):
+        return value
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if not isinstance(value, (str, int)) or str(value).strip().lower() not in known:
+        raise setting.malformed("it is neither true nor false")
+    return known[str(value).strip().lower()]
 
 
 def _parse_cost_model(setting: _Setting) -> str:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,33 +19,38 @@ import torch
 from torch import fx
 
 import remat_passes
-from remat_passes.cost import price
+from remat_passes.cost import CostGraph, price
+from remat_passes.cut import Cut, CutProblem
 from remat_passes.device import DeviceSpec
+from remat_passes.errors import BudgetInfeasibleError
 from remat_passes.joint import JointGraph, Side, capture
-from remat_passes.legality import classify
+from remat_passes.legality import Permission, classify
 from remat_passes.memory import MemoryModel
+from remat_passes.microbatch import Body
 from remat_passes.ops import written_operands
 from remat_passes.plan import RematPlan
 from remat_passes.planner import Setting, write_plan
-from remat_passes.schedule import Schedule, schedule
-from remat_passes.search import Choice, cut_problem, inductor_candidate, search
+from remat_passes.schedule import schedule
+from remat_passes.search import Candidate, Choice, cut_problem, inductor_candidate, refusal, search
+from remat_passes.split_plan import PlannedBody, plan_of_split
 
 from . import torch_private
 from .calibrate import default_cache_dir
 from .first_step import FirstStep
 from .measured_costs import KernelTimes, kernel_times
+from .microbatches import SplitGraph, joined, split
 from .options import Options, resolve_budget
 from .plan_log import next_graph_number
 from .readback import StepReader
+from .step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
 class Decided:
     """What the stages decided about one graph."""
 
-    joint: JointGraph  # in which each value appears as often as it is computed
+    joint: JointGraph
     choice: Choice
-    order: Schedule
     plan: RematPlan
     joint_text: str
     planning_seconds: float
@@ -69,14 +74,23 @@ class Made:
         return self.plan if peak is None else replace(self.plan, projected_peak_bytes=peak)
 
 
+NOTHING_KNOWN = StepInputs()
+
+
 class RematPartitioner(torch_private.CustomPartitionerFn):
     """Cuts joint graphs by the options of one ``torch.compile`` call, at the prices of one device."""
 
     def __init__(
-        self, options: Options, spec: DeviceSpec, limit_bytes: int | None = None, correction: str | None = None
+        self,
+        options: Options,
+        spec: DeviceSpec,
+        limit_bytes: int | None = None,
+        correction: str | None = None,
+        inputs: StepInputs = NOTHING_KNOWN,
     ) -> None:
         self.options = options
         self.spec = spec
+        self.inputs = inputs
         self.limit_bytes = limit_bytes  # the highest projected peak to accept, where a trial has shown a better one
         self.correction = correction  # what that trial has shown, for the plan's notes
         self.made: list[Made] = []
@@ -94,7 +108,10 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         """Partition one joint graph (torch's ``CustomPartitionerFn`` interface)."""
         static = list(static_lifetime_input_indices or [])
         torch_private.prepare_joint_module(gm)
-        decided = self._decide(gm, num_fwd_outputs, static)
+        if self.options.num_microbatches > 1:
+            gm, decided = self._decide_split(gm, num_fwd_outputs, static)
+        else:
+            decided = self._decide(gm, num_fwd_outputs, static)
         forward, backward = _act(gm, decided, num_fwd_outputs)
         texts = {"joint": decided.joint_text, "forward": str(forward.graph), "backward": str(backward.graph)}
         reader = StepReader(decided.joint.device_type, num_fwd_outputs)
@@ -112,7 +129,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Inductor's cache key: all that a plan depends on."""
-        settings = f"{self.limit_bytes} {torch_private.reuses_saved_values()}"
+        settings = f"{self.limit_bytes} {self.inputs} {torch_private.reuses_saved_values()}"
         parts = (self.options.identity(), repr(self.spec), settings, torch.__version__, _source_hash())
         return hashlib.sha256("\n".join((*parts, *self.table_hashes)).encode()).hexdigest()
 
@@ -120,27 +137,165 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         """Inductor's cache also pickles its whole configuration, and what was made must not be a part of the key."""
         return (str, (self.uuid(),))
 
-    def _decide(self, gm: fx.GraphModule, num_fwd_outputs: int, static: list[int]) -> Decided:
-        start = time.perf_counter()
+    def _staged(self, gm: fx.GraphModule, num_fwd_outputs: int, static: list[int], *, is_body: bool = False) -> _Staged:
+        """All that is known of a graph before anything is decided."""
         joint = capture(gm.graph, num_fwd_outputs, static, torch_private.pinned_to_backward(gm.graph))
         permissions = classify(joint)
         times = kernel_times(joint, self.spec, self.options, default_cache_dir(os.environ))
         self.table_hashes.append(times.content_hash)
         costs = price(joint, self.spec, times.table)
         problem = cut_problem(joint, permissions, costs)
-        model = MemoryModel(joint, self.options.lowering == "inductor", _allocated_bytes(joint.device_type))
+        allocated = None if is_body else _allocated_bytes(joint.device_type)
+        fuses = self.options.lowering == "inductor"
+        model = MemoryModel(joint, fuses, allocated, torch.get_num_threads(), is_body)
         names = torch_private.inductor_saved_names(gm, num_fwd_outputs, static)
-        inductor = inductor_candidate(joint, problem, model, names)
-        budget = _budget_bytes(self.options, joint, model, inductor.projection.peak_bytes)
-        choice = search(joint, problem, model, inductor, budget, costs.fixed_ps, self.limit_bytes)
-        setting = _setting(self.options, times, joint, budget, next_graph_number() + len(self.made))
-        if self.correction is not None:
-            setting = replace(setting, notes=(self.correction, *setting.notes))
-        plan = write_plan(joint, permissions, costs, model, self.spec, choice, setting)
+        return _Staged(
+            joint, permissions, costs, problem, model, times, inductor_candidate(joint, problem, model, names)
+        )
 
+    def _decide(self, gm: fx.GraphModule, num_fwd_outputs: int, static: list[int]) -> Decided:
+        start = time.perf_counter()
+        staged = self._staged(gm, num_fwd_outputs, static)
+        budget = self._budget_bytes(staged)
+        plan_text = str(gm.graph)
+        choice = staged.search(budget, self.limit_bytes)
+        plan = staged.plan(choice, self._setting(staged, budget), self.spec)
         seconds = time.perf_counter() - start
-        graph = joint if choice.chosen.unrolled is None else choice.chosen.unrolled.joint
-        return Decided(graph, choice, schedule(graph, choice.chosen.cut), plan, str(gm.graph), seconds)
+        return Decided(staged.joint, choice, plan, plan_text, seconds)
+
+    def _budget_bytes(self, staged: _Staged) -> int | None:
+        return _budget_bytes(self.options, staged.joint, staged.model, staged.inductor.projection.peak_bytes)
+
+    def _setting(self, staged: _Staged, budget: int | None) -> Setting:
+        setting = _setting(self.options, staged.times, staged.joint, budget, next_graph_number() + len(self.made))
+        return setting if self.correction is None else replace(setting, notes=(self.correction, *setting.notes))
+
+    # -- micro-batches
+
+    def _decide_split(
+        self, gm: fx.GraphModule, num_fwd_outputs: int, static: list[int]
+    ) -> tuple[fx.GraphModule, Decided]:
+        """The outer graph of a step that runs in micro-batches, its bodies planned, and what was decided about it."""
+        start = time.perf_counter()
+        text = str(gm.graph)
+        full = self._staged(gm, num_fwd_outputs, static)
+        budget = self._budget_bytes(full)
+        graph = split(gm, full.joint, num_fwd_outputs, self.options, self.inputs)
+        outer = graph.outer({key: body.module for key, body in graph.bodies.items()})
+        staged = self._staged(outer, num_fwd_outputs, static)
+        calls = torch_private.calls_of(outer.graph)
+        held = _held_bytes(staged, calls)
+        planned: dict[str, PlannedBody] = {}
+        inner_bytes: dict[str, int] = {}
+        for key, body in graph.bodies.items():
+            name = graph.name(key)
+            inner_bytes[name], plan = self._plan_body(outer, graph, key, held[name], budget)
+            if plan is not None:
+                count = sum(called == name for called in calls.values())
+                planned[name] = PlannedBody(*key, count, plan, held[name], _operand_bytes(plan, body))
+        model = replace(staged.model, called_bytes={i: inner_bytes[name] for i, name in calls.items()})
+        again = replace(staged.inductor, projection=model.project(staged.inductor.cut))
+        staged = replace(staged.without_prices(calls), model=model, inductor=again)
+        choice = staged.search(None, NO_LIMIT)
+        peak_bytes = choice.chosen.projection.peak_bytes
+        if budget is not None and peak_bytes > (budget if self.limit_bytes is None else self.limit_bytes):
+            raise refusal(budget, peak_bytes, choice.chosen.projection.peak_values, model.gradient_bytes)
+        setting = self._setting(full, budget)
+        plan = plan_of_split(
+            staged.plan(choice, setting, self.spec),
+            tuple(planned.values()),
+            {staged.joint.values[i].name: planned[name] for i, name in calls.items() if name in planned},
+            full.plan(full.as_inductor(), setting, self.spec),
+            graph.step,
+            full.joint,
+            graph.names,
+            setting.notes,
+            tangents_are_known=graph.tangents_are_known,
+        )
+        return outer, Decided(staged.joint, choice, plan, text, time.perf_counter() - start)
+
+    def _plan_body(
+        self, outer: fx.GraphModule, graph: SplitGraph, key: tuple[int, int], held_bytes: int, budget: int | None
+    ) -> tuple[int, RematPlan | None]:
+        """Plan one body under what the budget leaves, and put what came of it into the outer graph.
+
+        What it takes above its operands in bytes, and its plan where it has a backward.
+        """
+        body, loop, name = graph.bodies[key], graph.step.loops[key[0]], graph.name(key)
+        assert loop is not None
+        if not body.is_trained:
+            joint = capture(body.module.graph, body.num_forward_outputs, [], frozenset())
+            model = MemoryModel(joint, self.options.lowering == "inductor", None, torch.get_num_threads())
+            return model.project(NOTHING_SAVED).peak_bytes - model.baseline_bytes, None
+        staged = self._staged(body.module, body.num_forward_outputs, graph.static_inputs(loop), is_body=True)
+        operands = staged.model.baseline_bytes + staged.model.tangent_bytes
+        room = None if budget is None else max(1, budget - held_bytes + operands)
+        limit = None if self.limit_bytes is None else max(0, self.limit_bytes - held_bytes + operands)
+        try:
+            choice = staged.search(room, limit)
+        except BudgetInfeasibleError as refused:
+            assert budget is not None
+            smallest = refused.smallest_bytes + held_bytes - operands
+            parts = [("what is held around the loop", held_bytes), ("one micro-batch", smallest - held_bytes)]
+            raise refusal(budget, smallest, parts, staged.model.gradient_bytes) from None
+        decided = Decided(staged.joint, choice, staged.plan(choice, self._setting(staged, room), self.spec), "", 0.0)
+        forward, backward = _act(body.module, decided, body.num_forward_outputs)
+        setattr(outer, name, joined(body, forward, backward))
+        return choice.chosen.projection.peak_bytes - operands, decided.plan
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """One graph as the stages before the decision have left it."""
+
+    joint: JointGraph
+    permissions: tuple[Permission, ...]
+    costs: CostGraph
+    problem: CutProblem
+    model: MemoryModel
+    times: KernelTimes
+    inductor: Candidate
+
+    def search(self, budget_bytes: int | None, limit_bytes: int | None) -> Choice:
+        """The decision."""
+        fixed_ps = self.costs.fixed_ps
+        return search(self.joint, self.problem, self.model, self.inductor, budget_bytes, fixed_ps, limit_bytes)
+
+    def plan(self, choice: Choice, setting: Setting, spec: DeviceSpec) -> RematPlan:
+        """The decision as users read it."""
+        return write_plan(self.joint, self.permissions, self.costs, self.model, spec, choice, setting)
+
+    def as_inductor(self) -> Choice:
+        """Plain Inductor's decision."""
+        return Choice(self.inductor, self.inductor, (self.inductor,), self.inductor.cut.time_ps)
+
+    def without_prices(self, calls: Mapping[int, str]) -> _Staged:
+        """The graph with calls that cost nothing: their time is that of their bodies."""
+        fixed_ps = self.costs.fixed_ps - sum(self.costs.values[i].recompute_ps for i in calls)
+        return replace(self, costs=replace(self.costs, fixed_ps=max(0, fixed_ps)))
+
+
+# No candidate of an outer graph is refused: what does not fit is refused by name afterwards.
+NO_LIMIT = 2**62
+NOTHING_SAVED = Cut(frozenset(), frozenset(), 0, 0)
+
+
+def _held_bytes(staged: _Staged, calls: Mapping[int, str]) -> dict[str, int]:
+    """What the outer graph holds when it calls each body, at most."""
+    model = replace(staged.model, called_bytes=dict.fromkeys(calls, 0))
+    names = {staged.joint.values[i].name: name for i, name in calls.items()}
+    held: dict[str, int] = {}
+    for instant in model.project(staged.inductor.cut).timeline:
+        if instant.name in names:
+            body = names[instant.name]
+            held[body] = max(held.get(body, 0), instant.bytes)
+    return held
+
+
+def _operand_bytes(plan: RematPlan, body: Body) -> int:
+    """What a body's plan counts as there from the start: its inputs, and the accumulators."""
+    late = [node for node in body.module.graph.find_nodes(op="placeholder") if "tangents" in node.name]
+    return plan.baseline_bytes + sum(int(node.meta["val"].untyped_storage().nbytes()) for node in late)
 
 
 def _budget_bytes(options: Options, joint: JointGraph, model: MemoryModel, inductor_peak_bytes: int) -> int | None:
@@ -195,7 +350,8 @@ def _source_hash() -> str:
 
 def _act(gm: fx.GraphModule, decided: Decided, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two modules that hand over exactly what the plan saves, in the order that the plan was projected for."""
-    joint, cut = decided.joint, decided.choice.chosen.cut
+    chosen = decided.choice.chosen
+    joint, cut = decided.joint if chosen.unrolled is None else chosen.unrolled.joint, chosen.cut
     nodes = _unrolled_nodes(gm.graph, joint, num_fwd_outputs)
     saved = [nodes[i] for i in sorted(cut.saved) if i not in joint.mutated_inputs]
     for source in (nodes[i] for i in sorted(cut.saved & joint.mutated_inputs)):
@@ -206,7 +362,7 @@ def _act(gm: fx.GraphModule, decided: Decided, num_fwd_outputs: int) -> tuple[fx
     static = [nodes[i] for i in sorted(joint.static_inputs)]
     forward, backward = torch_private.extract_modules(gm, saved, recomputed, num_fwd_outputs, static)
     _check_writes(joint, forward, backward)
-    names = [nodes[i].name for i in decided.order.backward]
+    names = [nodes[i].name for i in schedule(joint, cut).backward]
     return torch_private.thread_random_state(forward, _ordered(backward, names))
 
 

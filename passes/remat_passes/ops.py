@@ -50,7 +50,7 @@ _POINTWISE = frozenset(
     " native_dropout_backward _low_memory_max_pool_offsets_to_indices"
     " _low_memory_max_pool_with_offsets avg_pool2d avg_pool2d_backward max_pool2d_with_indices_backward"
     " rand rand_like randn randn_like bernoulli nll_loss_backward broadcast_in_dim select_backward"
-    " slice_backward".split()
+    " slice_backward random_at".split()
 )
 
 _REDUCTIONS = frozenset(
@@ -80,7 +80,7 @@ _TRANSCENDENTAL = {
     ),
 }
 
-_RANDOM = frozenset("inductor_random inductor_randint".split())
+_RANDOM = frozenset("inductor_random inductor_randint random_at".split())
 
 
 def schema_of(node: fx.Node) -> Any | None:
@@ -188,6 +188,7 @@ def is_builtin(node: fx.Node) -> bool:
         "_c10d_functional",
         "inductor",
         "quantized",
+        "remat",
     )
 
 

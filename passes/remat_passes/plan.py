@@ -82,6 +82,39 @@ class PeakValue:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchInput:
+    """An input of the step that carries the batch, and at which axis."""
+
+    name: str
+    axis: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchValue:
+    """How one value of the step depends on the batch, and where it is computed."""
+
+    name: str
+    op: str
+    source: str
+    dependence: str  # the words of ``remat_passes.batch.Dependence``
+    axis: int | None  # that carries the batch, where it is split
+    where: str  # "loop 0", "outside", or both; "not computed" where nothing needs it
+    why: str  # a sentence where it needs the whole batch, else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """How a step was split. ``lengths`` has one entry a slice."""
+
+    batch: int
+    lengths: tuple[int, ...]
+    num_loops: int
+    runs_in: str  # "forward", or "forward and backward" where the tangents are not known before
+    inputs: tuple[BatchInput, ...]
+    values: tuple[BatchValue, ...]  # all of the step, in its order
+
+
+@dataclass(frozen=True, slots=True)
 class RematPlan:
     """The plan of one captured training graph. Bytes are exact integers, times are projections of the cost model."""
 
@@ -109,6 +142,7 @@ class RematPlan:
     peak_values: tuple[PeakValue, ...]  # what is alive at the predicted peak, largest first
     symbols: tuple[tuple[str, int], ...]  # symbolic sizes and the values they were planned for
     notes: tuple[str, ...]  # sentences that the user should read
+    microbatches: Microbatches | None = None  # how the step was split, where it was
 
     @property
     def gap(self) -> float:
@@ -190,10 +224,24 @@ def _checked(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
         kind = _KINDS.get(str(field.type))
         if kind is not None and (not isinstance(entry, kind) or (isinstance(entry, bool) and kind is not bool)):
             raise TypeError(f"{field.name!r} is {entry!r}, expected {field.type}")
-        if kind is None and not isinstance(entry, list):
+        if kind is None and not isinstance(entry, list) and not _is_nested(field.type, entry):
             raise TypeError(f"{field.name!r} is {entry!r}, expected a list")
         out[field.name] = entry
     return out
+
+
+def _is_nested(kind: object, entry: Any) -> bool:
+    return str(kind) == "Microbatches | None" and (entry is None or isinstance(entry, dict))
+
+
+def _microbatches_from_record(record: Mapping[str, Any] | None) -> Microbatches | None:
+    if record is None:
+        return None
+    entry = _checked(Microbatches, record)
+    entry["lengths"] = tuple(int(length) for length in entry["lengths"])
+    entry["inputs"] = tuple(BatchInput(**_checked(BatchInput, given)) for given in entry["inputs"])
+    entry["values"] = tuple(BatchValue(**_checked(BatchValue, value)) for value in entry["values"])
+    return Microbatches(**entry)
 
 
 def _value_from_record(record: Mapping[str, Any]) -> ValuePlan:
@@ -218,4 +266,5 @@ def _plan_from_record(record: Mapping[str, Any]) -> RematPlan:
     entry["peak_values"] = tuple(PeakValue(**_checked(PeakValue, value)) for value in entry["peak_values"])
     entry["symbols"] = tuple((str(name), int(hint)) for name, hint in entry["symbols"])
     entry["notes"] = tuple(str(note) for note in entry["notes"])
+    entry["microbatches"] = _microbatches_from_record(entry["microbatches"])
     return RematPlan(**entry)

@@ -1,0 +1,394 @@
+"""BatchAxes: how each value of a step depends on the batch, and what of it can be computed slice by slice.
+
+Each value of the joint graph, traced at the full batch, gets one state:
+
+- **same**: it does not depend on the batch (weights, constants, their sums);
+- **split**: a slice of it can be computed from slices (activations, losses per sample);
+- **partial**: the sum over the slices is the value (weight gradients, the summed loss);
+- **whole**: it needs the whole batch at once, so it is computed outside of the loop.
+
+A step has *levels*. What is whole at level 0 depends on the inputs alone, loop 0 on that; what is whole at level 1 may
+depend on the results of loop 0 (put together or added up), loop 1 on that, and so on. A value of loop 0 that loop 1
+needs is computed again there. So a plain training step has one loop; a loss that couples the samples, such as one with
+negatives from the batch, has two, with the coupled tail between them.
+
+Values that are had from the inputs by cheap work (masks, counts of labels) may be whole at level 0 as well as split,
+whatever an op asks for. That is what gives a mean over the valid tokens its denominator before the loop starts.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+from torch import fx
+
+from .batch_rules import PARTIAL, Alignment, Result, Split, alignments, rules_of, tensor_operands
+from .errors import CannotSplitError
+from .joint import JointGraph, Role, Side
+from .ops import OpKind, draws_from_generator, op_name
+
+
+class Dependence(enum.Enum):
+    """How a value depends on the batch."""
+
+    SAME = "same in every slice"
+    SPLIT = "split"
+    PARTIAL = "partial sum"
+    WHOLE = "whole batch"
+
+
+Use: TypeAlias = Split | Literal["inside"] | None  # of a whole value: a slice or all of it; else the slice's own
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of one value. ``level`` is that at which it is whole, or the loop that it is computed in."""
+
+    dependence: Dependence
+    level: int
+    split: Split | None = None
+    why: str = ""  # a value is whole because of this
+
+    @property
+    def is_inside(self) -> bool:
+        return self.dependence in (Dependence.SPLIT, Dependence.PARTIAL)
+
+
+@dataclass(frozen=True)
+class BatchAxes:
+    """The states of the values of one joint graph, for one choice of what carries the batch."""
+
+    batch: int
+    seeds: Mapping[int, int]  # inputs that carry the batch, and at which axis
+    states: tuple[State, ...]
+    uses: Mapping[int, tuple[Use, ...]]  # of each op inside a loop: how it takes its tensor operands
+    results: Mapping[int, tuple[Result, ...]]  # of each op inside a loop: what comes out
+    cheap: frozenset[int]  # values inside that may be whole at level 0 as well
+    backward_level: int  # from this level on, things need the tangents
+
+    def whole_level(self, index: int) -> int:
+        """The level at which all of a value is there."""
+        state = self.states[index]
+        if not state.is_inside:
+            return state.level
+        return 0 if index in self.cheap else state.level + 1
+
+    @property
+    def num_loops(self) -> int:
+        return 1 + max((state.level for state in self.states if state.is_inside), default=-1)
+
+
+def batch_axes(joint: JointGraph, seeds: Mapping[int, int], batch: int, *, tangents_are_known: bool) -> BatchAxes:
+    """Work out the states, given the inputs that carry the batch.
+
+    Args:
+        joint: the graph, traced at the full batch.
+        seeds: the axis of each input that carries the batch, by index.
+        batch: the number of samples.
+        tangents_are_known: whether backward's tangents are constants, so that loops need not wait for them.
+    """
+    return _Analysis(joint, seeds, batch, tangents_are_known).run()
+
+
+@dataclass
+class _Analysis:
+    joint: JointGraph
+    seeds: Mapping[int, int]
+    batch: int
+    tangents_are_known: bool
+    states: dict[int, State] = field(default_factory=dict)
+    uses: dict[int, tuple[Use, ...]] = field(default_factory=dict)
+    results: dict[int, tuple[Result, ...]] = field(default_factory=dict)
+    cheap: set[int] = field(default_factory=set)
+    backward_level: int = 0
+
+    def run(self) -> BatchAxes:
+        self.position = {node: index for index, node in enumerate(self.joint.nodes)}
+        self.largest = max((self.joint.values[i].numel for i in self.seeds), default=0)
+        order = {Side.FORWARD: 0, Side.EITHER: 1, Side.BACKWARD: 2}
+        values = sorted(self.joint.values, key=lambda value: (order[value.side], value.index))
+        for value in values:
+            if value.side is Side.BACKWARD and not self.backward_level and not self.tangents_are_known:
+                self.backward_level = self._level_of_forward()
+            self.states[value.index] = self._state(value.index)
+        return BatchAxes(
+            self.batch,
+            self.seeds,
+            tuple(self.states[i] for i in range(len(self.states))),
+            self.uses,
+            self.results,
+            frozenset(self.cheap),
+            self.backward_level,
+        )
+
+    def _level_of_forward(self) -> int:
+        return max(1, *(self._whole_level(i) for i in self.joint.forward_outputs), 1)
+
+    def _state(self, index: int) -> State:
+        value, node = self.joint.values[index], self.joint.nodes[index]
+        if index in self.seeds:
+            self.cheap.add(index)
+            split = Split(self.seeds[index], 1, value.sizes[self.seeds[index]] // self.batch)
+            return State(Dependence.SPLIT, 0, split)
+        if value.kind is OpKind.INPUT:
+            is_late = value.role is Role.TANGENT and not self.tangents_are_known
+            return State(Dependence.WHOLE if is_late else Dependence.SAME, self.backward_level if is_late else 0)
+        if node.target is operator.getitem:
+            return self._part(index)
+        operands = [self.position[operand] for operand in tensor_operands(node)]
+        inside = [place for place, i in enumerate(operands) if self.states[i].is_inside]
+        if not inside:
+            return self._outside(index)
+        if value.kind is OpKind.EFFECT:
+            return self._outside(index, f"{value.op} changes a tensor in place")
+        if draws_from_generator(node):
+            return self._outside(index, f"{value.op} draws from a generator that moves on")
+        return self._inside(index, operands, inside) or self._outside(index, _why(node, value.op))
+
+    def _part(self, index: int) -> State:
+        source = self.joint.values[index].inputs[0]
+        if source not in self.results:
+            return self._outside(index)
+        position = self.joint.nodes[index].args[1]
+        result = self.results[source][position] if isinstance(position, int) else None
+        if result is None:
+            return State(Dependence.WHOLE, self.states[source].level + 1, None, "the op has no rule for this result")
+        if source in self.cheap:
+            self.cheap.add(index)
+        return self._of_result(result, self.states[source].level)
+
+    def _of_result(self, result: Result, level: int) -> State:
+        if isinstance(result, Split):
+            return State(Dependence.SPLIT, level, result)
+        return State(Dependence.PARTIAL, level)
+
+    def _outside(self, index: int, why: str = "") -> State:
+        inputs = self.joint.values[index].inputs
+        level = max((self._whole_level(i) for i in inputs), default=0)
+        states = [self.states[i] for i in inputs]
+        if all(state.dependence is Dependence.SAME for state in states):
+            return State(Dependence.SAME, 0)
+        return State(Dependence.WHOLE, level, None, why)
+
+    def _whole_level(self, index: int) -> int:
+        state = self.states[index]
+        return state.level if not state.is_inside else 0 if index in self.cheap else state.level + 1
+
+    def _inside(self, index: int, operands: Sequence[int], inside: Sequence[int]) -> State | None:
+        """The op inside of a loop; with as few of its operands whole that could be slices as there have to be."""
+        for kept in self._candidates(operands, inside):
+            found = self._aligned(index, operands, kept)
+            if found is not None:
+                uses, results = found
+                return self._placed(index, operands, uses, results)
+        return None
+
+    def _candidates(self, operands: Sequence[int], inside: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Which of the operands to take as slices: all; else without the partial sums; else without cheap ones."""
+        partial = [p for p in inside if self.states[operands[p]].dependence is Dependence.PARTIAL]
+        split = [p for p in inside if p not in partial]
+        if not (partial and split):
+            yield tuple(inside)
+        elif split:
+            yield tuple(split)
+        droppable = [p for p in split if operands[p] in self.cheap]
+        for count in range(1, len(droppable) + 1):
+            for dropped in itertools.combinations(droppable, count):
+                if len(dropped) < len(split):
+                    yield tuple(p for p in split if p not in dropped)
+
+    def _aligned(
+        self, index: int, operands: Sequence[int], kept: Sequence[int]
+    ) -> tuple[tuple[Use, ...], tuple[Result, ...]] | None:
+        node = self.joint.nodes[index]
+        first = self.states[operands[kept[0]]]
+        if first.dependence is Dependence.PARTIAL:
+            is_linear = _is_linear(node, len(operands), kept)
+            uses: tuple[Use, ...] = tuple("inside" if place in kept else None for place in range(len(operands)))
+            return (uses, (PARTIAL,) * _num_results(node)) if is_linear else None
+        assert first.split is not None
+        found = [
+            alignment
+            for alignment in alignments(node, kept[0], first.split, self.batch)
+            if all(alignment.operands[place] == self.states[operands[place]].split for place in kept)
+            and any(result is not None for result in alignment.results)
+        ]
+        best = min(found, key=_num_partial, default=None)
+        if best is None:
+            return None
+        return tuple("inside" if place in kept else split for place, split in enumerate(best.operands)), best.results
+
+    def _placed(self, index: int, operands: Sequence[int], uses: tuple[Use, ...], results: tuple[Result, ...]) -> State:
+        value = self.joint.values[index]
+        tensors = dict(zip(operands, uses, strict=True))
+        levels = [self.states[i].level if tensors.get(i) == "inside" else self._whole_level(i) for i in value.inputs]
+        level = max(levels)
+        self.uses[index], self.results[index] = uses, results
+        inside = [i for i, use in zip(operands, uses, strict=True) if use == "inside"]
+        is_small = value.kind is not OpKind.EXTERN and value.numel <= self.largest
+        if level == 0 and is_small and all(i in self.cheap for i in inside):
+            self.cheap.add(index)
+        if _num_results(self.joint.nodes[index]) > 1 or value.dtype is None:
+            return State(Dependence.SPLIT, level)
+        return self._of_result(results[0], level)
+
+
+def _num_partial(alignment: Alignment) -> int:
+    return sum(not isinstance(result, Split) for result in alignment.results)
+
+
+def _num_results(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return len(value) if isinstance(value, (tuple, list)) else 1
+
+
+def _why(node: fx.Node, op: str) -> str:
+    if not rules_of(node):
+        return f"there is no rule for how {op} carries the batch"
+    return f"{op} needs the whole batch"
+
+
+# -- partial sums: only what is linear may be done to them inside of a loop
+
+# Linear in their only tensor operand, whatever else they are told.
+_LINEAR = frozenset(
+    "neg view _unsafe_view reshape permute t transpose unsqueeze squeeze expand select slice alias clone sum mean"
+    " unbind split split_with_sizes detach".split()
+)
+
+
+def _is_linear(node: fx.Node, num_operands: int, partial: Sequence[int]) -> bool:
+    """Whether the op of the full values is the sum of the ops of the parts, with these operands partial sums."""
+    name = op_name(node)
+    if num_operands == 1:
+        return name in _LINEAR or name in ("mul", "div") or _widens(node)
+    if name in ("add", "sub", "cat", "stack"):
+        return len(partial) == num_operands
+    if name == "div":
+        return tuple(partial) == (0,)
+    return name in ("mul", "mm", "bmm") and len(partial) == 1
+
+
+def _widens(node: fx.Node) -> bool:
+    """A cast to a dtype with at least as many digits; one to fewer would round each part."""
+    if op_name(node) not in ("convert_element_type", "_to_copy"):
+        return False
+    (operand,) = tensor_operands(node)
+    before, after = operand.meta["val"].dtype, node.meta["val"].dtype
+    if not (before.is_floating_point and after.is_floating_point):
+        return False
+    return bool(torch.finfo(after).eps <= torch.finfo(before).eps and torch.finfo(after).max >= torch.finfo(before).max)
+
+
+def batch_inputs(joint: JointGraph) -> tuple[int, ...]:
+    """The tensors that the step is handed beside its parameters."""
+    weights = joint.static_inputs or joint.trained_inputs
+    return tuple(
+        value.index
+        for value in joint.values
+        if value.role is Role.PRIMAL and value.index not in weights and value.dtype is not None and value.sizes
+    )
+
+
+def found_seeds(joint: JointGraph) -> Iterable[tuple[dict[int, int], int]]:
+    """What may carry the batch, likelier first: each size that some inputs have at their first axis, then second."""
+    inputs = [joint.values[i] for i in batch_inputs(joint)]
+    for axis in (0, 1):
+        sizes = [value.sizes[axis] for value in inputs if len(value.sizes) > axis and value.sizes[axis] > 1]
+        for size in dict.fromkeys(sorted(sizes, key=lambda size: -sizes.count(size))):
+            same = [v.index for v in inputs if len(v.sizes) > axis and v.sizes[axis] == size]
+            yield dict.fromkeys(same, axis), size
+
+
+# -- choosing what carries the batch
+
+# The largest part of the step's values that may need the whole batch. A step of which more would be whole is refused:
+# it would take nearly the memory that it takes unsplit, and the reason is mostly one op that couples the samples.
+MAX_WHOLE = 0.5
+MAX_LOOPS = 2  # one more forward at most (DESIGN: forward slices, whole-batch tail, backward slices)
+
+
+def choose_axes(
+    joint: JointGraph, said: Mapping[int, int], names: Mapping[int, str], *, tangents_are_known: bool
+) -> BatchAxes:
+    """Find what carries the batch: what the user has said, else the choice that leaves the least to be computed whole.
+
+    Raises:
+        CannotSplitError: nothing carries the batch, or an op couples the samples.
+    """
+    candidates = [(dict(said), joint.values[i].sizes[axis]) for i, axis in list(said.items())[:1]] or found_seeds(joint)
+    found = [batch_axes(joint, seeds, batch, tangents_are_known=tangents_are_known) for seeds, batch in candidates]
+    if not found:
+        raise CannotSplitError(
+            "The step cannot be split into micro-batches: none of its inputs can carry the batch; beside parameters and"
+            " buffers it has no tensor with more than one sample. Pass the batch in as an argument."
+        )
+    best = min(found, key=lambda axes: (max(0, _num_loops(axes) - MAX_LOOPS), whole_share(joint, axes)))
+    if not _is_worth(joint, best):
+        raise _refusal(joint, found[0], names)
+    return best
+
+
+def _is_worth(joint: JointGraph, axes: BatchAxes) -> bool:
+    """Whether most of the step is inside of few loops."""
+    return 0 < _num_loops(axes) <= MAX_LOOPS and whole_share(joint, axes) <= MAX_WHOLE
+
+
+def _num_loops(axes: BatchAxes) -> int:
+    """The loops of forward, or those of backward, whichever are more."""
+    late = axes.num_loops - axes.backward_level
+    return max(axes.backward_level, late) if axes.backward_level else axes.num_loops
+
+
+def _batch_values(joint: JointGraph) -> frozenset[int]:
+    """All that depends on an input of the step other than its parameters."""
+    found = set(batch_inputs(joint))
+    for value in joint.values:
+        if found.intersection(value.inputs):
+            found.add(value.index)
+    return frozenset(i for i in found if joint.values[i].kind is not OpKind.INPUT)
+
+
+def whole_share(joint: JointGraph, axes: BatchAxes) -> float:
+    """The part of the bytes that depend on the batch and are computed outside of the loops."""
+    sizes = {i: joint.values[i].numel for i in _batch_values(joint)}
+    outside = sum(size for i, size in sizes.items() if not axes.states[i].is_inside)
+    return outside / max(1, sum(sizes.values()))
+
+
+def _refusal(joint: JointGraph, axes: BatchAxes, names: Mapping[int, str]) -> CannotSplitError:
+    """The error for a step of which most is whole: the first op that needs all of the batch, and what would help."""
+    culprits = [v for v, state in zip(joint.values, axes.states, strict=True) if state.why]
+    first = min(culprits, key=lambda value: (value.side is Side.BACKWARD, value.index), default=None)
+    inputs = ", ".join(names[i] for i in axes.seeds)
+    tried = f"with {axes.batch} samples at axis {next(iter(axes.seeds.values()))} of {inputs}"
+    if first is None:
+        return CannotSplitError(
+            f"The step cannot be split into micro-batches: {tried}, hardly any of it depends on the batch. Pass the"
+            " batch in as an argument, and say with batch_axes which axis it is."
+        )
+    place = f" at {first.source}" if first.source else ""
+    module = f" (module {first.module})" if first.module else ""
+    return CannotSplitError(
+        f"The step cannot be split into micro-batches: {tried}, {axes.states[first.index].why}, in"
+        f" {first.name}{place}{module}. {_remedy(first.op, axes.states[first.index].why)}"
+    )
+
+
+def _remedy(op: str, why: str) -> str:
+    if ("var_mean" in op or "batch_norm" in op) and "no rule" not in why:
+        return (
+            "This is what batch norm in training does: the samples are normalised together, so a smaller batch is"
+            ' another function. batch_norm="per_microbatch" (REMAT_BATCH_NORM) takes each micro-batch by itself, as an'
+            " accumulation loop does; group norm, or eval mode, does without the batch."
+        )
+    return (
+        "Compute it outside of the compiled step, or leave num_microbatches at 1; for a custom op that treats each"
+        " sample by itself, say so with remat_compiler.register_batch_rule."
+    )

@@ -1,0 +1,96 @@
+"""StepInputs: what the user calls the inputs of a step, and which of them were said to carry the batch.
+
+A mark belongs to a tensor and not to an argument's name, so it works for tensors inside of dicts and objects too.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from remat_passes.errors import ConfigError, nearest
+
+from . import torch_private
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The inputs of one Dynamo graph, by position: their names, and the axes that were said to carry the batch."""
+
+    names: tuple[str, ...] = ()
+    batch_axes: tuple[tuple[int, int], ...] = ()
+
+
+_marks = WeakTensorKeyDictionary()
+_lock = threading.Lock()
+
+
+def mark_batch(tensor: torch.Tensor, axis: int = 0) -> torch.Tensor:
+    """Say that ``tensor`` carries the batch at ``axis``, before the step is compiled with it; gives it back.
+
+    Raises:
+        ConfigError: the tensor has no such axis.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"mark_batch was given a {type(tensor).__name__}: only tensors carry the batch.")
+    with _lock:
+        _marks[tensor] = _checked_axis("the tensor that mark_batch was given", tensor, axis)
+    return tensor
+
+
+def _checked_axis(name: str, tensor: torch.Tensor, axis: int) -> int:
+    axis = operator.index(axis)
+    if -tensor.dim() <= axis < tensor.dim():
+        return axis % tensor.dim()
+    shape = ", ".join(map(str, tensor.shape))
+    has = f"axes 0 to {tensor.dim() - 1}" if tensor.dim() else "no axes"
+    raise ConfigError(f"The batch was said to be at axis {axis} of {name}, whose shape is ({shape}): it has {has}.")
+
+
+def step_inputs(module: fx.GraphModule, inputs: Sequence[Any], named: Sequence[tuple[str, int]]) -> StepInputs:
+    """What is known of the inputs of a Dynamo graph.
+
+    Args:
+        module: the graph.
+        inputs: what it is compiled for.
+        named: option ``batch_axes``.
+
+    Raises:
+        ConfigError: there is no input of that name, or it has no such axis, or sizes of the batch differ.
+    """
+    names = torch_private.source_names(module)
+    tensors = {place: entry for place, entry in enumerate(inputs) if isinstance(entry, torch.Tensor)}
+    with _lock:
+        found = {place: _marks[tensor] for place, tensor in tensors.items() if tensor in _marks}
+    for name, axis in named:
+        place = _named(name, {names[place]: place for place in tensors})
+        found[place] = _checked_axis(f"input {names[place]!r}", tensors[place], axis)
+    sizes = {names[place]: int(tensors[place].shape[axis]) for place, axis in found.items()}
+    if len(set(sizes.values())) > 1:
+        said = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ConfigError(f"The inputs that were said to carry the batch disagree on its size: {said}.")
+    return StepInputs(names, tuple(sorted(found.items())))
+
+
+def _named(name: str, places: Mapping[str, int]) -> int:
+    plain = {_plain(known): place for known, place in places.items()}
+    if _plain(name) in plain:
+        return plain[_plain(name)]
+    own = [known for known in places if "_parameters[" not in known and "_buffers[" not in known]
+    raise ConfigError(
+        f"Option batch_axes names the input {name!r}, and the compiled step has none of that name."
+        f"{nearest(name, own)} Its inputs are {', '.join(own) or 'parameters and buffers only'}."
+    )
+
+
+def _plain(name: str) -> str:
+    """``batch['y'][0]``, ``batch.y.0`` and ``batch_y_0`` are one name."""
+    return "_".join(re.findall(r"\w+", name))
