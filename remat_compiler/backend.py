@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from remat_passes.device import DeviceSpec
 from remat_passes.errors import ConfigError, RematError, nearest
 
 from . import torch_private
+from .batch_norm import by_group
 from .calibrate import default_cache_dir
 from .device_at_hand import device_spec
 from .measured_costs import check_cost_model
 from .options import Options, parse_options
 from .partitioner import RematPartitioner
 from .plan_log import publish, record_fallback
-from .step_inputs import step_inputs
+from .step_inputs import StepInputs, step_inputs
 from .trials import compile_within_budget
 
 
@@ -53,6 +55,7 @@ def remat(
         known = step_inputs(module, inputs, parsed.batch_axes)
         if parsed.num_microbatches > 1:
             torch_private.fix_sizes(inputs)
+            module, known = _with_batch_norm_by_group(module, known, parsed)
         if parsed.lowering == "eager":
             partitioner = RematPartitioner(parsed, spec, inputs=known)
             compiled = torch_private.compile_with_aot_autograd(module, inputs, partitioner, partitioner.compiled)
@@ -67,6 +70,16 @@ def remat(
         warnings.warn(f"remat compiles as plain Inductor would: {error}", stacklevel=2)
         record_fallback(str(error))
         return torch_private.compile_plain_inductor(spare, inputs, inductor_options)
+
+
+def _with_batch_norm_by_group(
+    module: fx.GraphModule, known: StepInputs, options: Options
+) -> tuple[fx.GraphModule, StepInputs]:
+    """The step with batch norm by micro-batch, where the user wants it and there is any."""
+    grouped = by_group(module, options.num_microbatches) if options.batch_norm == "per_microbatch" else None
+    if grouped is None:
+        return module, known
+    return grouped, replace(known, num_groups=options.num_microbatches)
 
 
 def _mode_options(mode: str | None) -> dict[str, object]:

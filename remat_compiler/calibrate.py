@@ -5,14 +5,16 @@ on the vector instructions that torch uses. So it is measured, for under three s
 kept in a file: measured again for each graph, noise would change plans from run to run.
 
 Other work on the machine is the enemy. A parallel run beside a busy process waits for its slowest thread and shows a
-fiftieth of the true rate (seen here), so every run is short, there are many, spread over rounds, and the fastest
-counts. A file that was written on a busy machine can be deleted: it is measured again.
+fiftieth of the true rate (seen here), so every run is short, there are many, spread over rounds, and the fastest of
+those in which no thread had to wait for a core counts. Where there was no such run, the figures are for this process
+only: what is kept must be true.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import glob
 import hashlib
 import itertools
 import math
@@ -21,7 +23,8 @@ import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +35,7 @@ from remat_passes.errors import ConfigError
 
 from .torch_private import outside_of_tracing
 
-METHOD = 1  # part of a cache file's name: raise it whenever what is measured changes
+METHOD = 2  # part of a cache file's name: raise it whenever what is measured changes
 
 # ATen stays on one thread below this many elements (at::internal::GRAIN_SIZE), and the pointwise measurements below it:
 # on all threads a run this short would be the start of a parallel region and little else.
@@ -50,6 +53,7 @@ GEMM_RUN_US = 500.0  # rows are added until a run takes this long: enough to kee
 AGREEING_RUNS = 10
 AGREEMENT = 1.05
 LIMIT_US = 60_000.0
+WAITED_SHARE = 0.05  # of a run's time, what a thread may have waited for a core: runs on an idle machine wait for 0
 ROUNDS = 3
 ROUNDS_LIMIT_S = 1.5
 
@@ -76,18 +80,30 @@ SIGNIFICANT_DIGITS = 2  # best-of-several repeats within a few percent
 def cpu_spec(cache_dir: Path) -> DeviceSpec:
     """This machine's CPU with ``torch.get_num_threads()`` threads, from ``cache_dir`` or measured.
 
-    A cache file that is damaged is measured again. Where none can be written, the spec is kept for this process.
+    A cache file that is damaged is measured again. Where none can be written, and where other work disturbed all runs
+    of a measurement, the spec is kept for this process.
     """
     path = cache_dir / "device" / f"cpu-{_machine_hash()}.json"
     spec = _cached(path)
     if spec is not None:
         return spec
     try:
-        spec = measure_cpu()
+        spec, is_disturbed = measure_cpu()
     except RuntimeError as error:
         warnings.warn(f"The CPU cannot be measured ({error}): remat plans with generic figures.", stacklevel=2)
         return GENERIC_CPU
-    return _kept(spec, path)
+    meanwhile = _cached(path)
+    if meanwhile is not None:  # from another process: the ranks of a job should agree
+        return meanwhile
+    if not is_disturbed:
+        return _kept(spec, path)
+    _UNSAVED[path] = spec
+    warnings.warn(
+        "The CPU could not be measured well, because other work keeps it busy: the figures are for this process only."
+        " The next one measures again, and its plans may differ.",
+        stacklevel=2,
+    )
+    return spec
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
@@ -99,8 +115,8 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
     return Path(home) / ".cache" / "remat"
 
 
-def measure_cpu() -> DeviceSpec:
-    """Measure the CPU now.
+def measure_cpu() -> tuple[DeviceSpec, bool]:
+    """Measure the CPU now; the spec, and whether other work disturbed all runs of a measurement.
 
     Raises:
         RuntimeError: torch does not run plain CPU tensors here.
@@ -109,15 +125,16 @@ def measure_cpu() -> DeviceSpec:
     # The compile that asks may have fake tensors, autograd or autocast on. A thread of its own would have none of them,
     # but once the main thread has run in parallel, matmuls in another one were seen to stay on one core.
     with outside_of_tracing(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        launch_us = _launch_us()
-        thread_flops_per_us = HUBER_FLOPS / _us_per_element(_huber)
-        transcendental_us = _us_per_element(_softplus) / SOFTPLUS_TRANSCENDENTALS
-        rates = _parallel_rates()
+        launch, huber, softplus = _launch(), _per_element(_huber), _per_element(_softplus)
+        units = _parallel_units()
+    thread_flops_per_us = HUBER_FLOPS / huber.us
+    transcendental_us = softplus.us / SOFTPLUS_TRANSCENDENTALS
+    rates = {name: 1 / unit.us for name, unit in units.items()}
     pointwise_flops_per_us = thread_flops_per_us * num_threads
     # A multiply-add is two operations and one instruction, so a matmul below this was disturbed by other work.
     rates["float32"] = max(rates["float32"], pointwise_flops_per_us)
     rates["float64"] = max(rates["float64"], pointwise_flops_per_us / 2)
-    return DeviceSpec(
+    spec = DeviceSpec(
         name="cpu",
         kind="cpu",
         memory_bytes=_memory_bytes(),
@@ -126,28 +143,57 @@ def measure_cpu() -> DeviceSpec:
         pointwise_flops_per_us=_rounded(pointwise_flops_per_us),
         transcendental_flops=_rounded(transcendental_us * thread_flops_per_us),
         random_flops=_rounded(RANDOM_US * thread_flops_per_us),
-        launch_us=_rounded(launch_us),
+        launch_us=_rounded(launch.us),
         source=f"measured by remat_compiler.calibrate on {cpu_model()}, {num_threads} threads, {_torch_version()}",
     )
+    return spec, any(time.is_disturbed for time in (launch, huber, softplus, *units.values()))
 
 
 # Measurements.
 
 
-def _best_us(run: Callable[[], object], limit_us: float = LIMIT_US) -> float:
-    """The fastest run, after one to warm up: see ``AGREEING_RUNS``."""
+@dataclass(frozen=True, slots=True, order=True)
+class Timing:
+    """How long a run took. What no other work disturbed is the better time, however long it is."""
+
+    is_disturbed: bool  # a thread had to wait for a core meanwhile
+    us: float
+
+    def each_of(self, number: int) -> Timing:
+        """The share of one of so many equal parts."""
+        return Timing(self.is_disturbed, self.us / number)
+
+
+def timed(run: Callable[[], object]) -> Timing:
+    """One run on CPU."""
+    waited_ns, start_ns = _waited_ns(), time.perf_counter_ns()
     run()
-    times_us: list[float] = []  # in ascending order
-    spent_us = 0.0
-    while len(times_us) < 2 or spent_us < limit_us:
-        start_ns = time.perf_counter_ns()
-        run()
-        us = (time.perf_counter_ns() - start_ns) / 1e3
-        spent_us += us
-        bisect.insort(times_us, us)
-        if len(times_us) > AGREEING_RUNS and times_us[AGREEING_RUNS] <= times_us[0] * AGREEMENT:
+    elapsed_ns = time.perf_counter_ns() - start_ns
+    return Timing(_waited_ns() - waited_ns > elapsed_ns * WAITED_SHARE, elapsed_ns / 1e3)
+
+
+def _waited_ns() -> int:
+    """How long the threads of this process were ready to run and had no core; 0 where the system does not count it.
+
+    The second field of ``schedstat`` (Linux, Documentation/scheduler/sched-stats.rst).
+    """
+    waited_ns = 0
+    for path in glob.iglob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(OSError, IndexError, ValueError), open(path, encoding="ascii") as file:
+            waited_ns += int(file.read().split()[1])
+    return waited_ns
+
+
+def _best(run: Callable[[], object], limit_us: float = LIMIT_US) -> Timing:
+    """The best run, after one to warm up: see ``AGREEING_RUNS``."""
+    run()
+    runs: list[Timing] = []  # the best first
+    deadline_s = time.perf_counter() + limit_us / 1e6
+    while len(runs) < 2 or time.perf_counter() < deadline_s:
+        bisect.insort(runs, timed(run))
+        if len(runs) > AGREEING_RUNS and runs[AGREEING_RUNS] <= Timing(False, runs[0].us * AGREEMENT):
             break
-    return times_us[0]
+    return runs[0]
 
 
 def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -155,23 +201,22 @@ def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, device="cpu")
 
 
-def _parallel_rates() -> dict[str, float]:
-    """Bytes ("stream") and flops (by dtype name) a microsecond of all threads: of each the best of all rounds."""
+def _parallel_units() -> dict[str, Timing]:
+    """A byte ("stream") and a flop (by dtype name) of all threads: of each the best of all rounds."""
     arrays = [_ones(STREAM_BYTES // 4) for _ in range(3)]
-    best = dict.fromkeys(("stream", *DTYPES), 0.0)
+    found: dict[str, list[Timing]] = {name: [] for name in ("stream", *DTYPES)}
     start_s = time.perf_counter()
     for done in range(ROUNDS):
         if done and time.perf_counter() - start_s > ROUNDS_LIMIT_S:
             break
-        best["stream"] = max(best["stream"], _stream_bytes_per_us(arrays))
+        found["stream"].extend(_stream_bytes(arrays))
         for dtype in DTYPES:
-            best[dtype] = max(best[dtype], _gemm_flops_per_us(getattr(torch, dtype)))
-    return best
+            found[dtype].append(_gemm_flop(getattr(torch, dtype)))
+    return {name: min(timings) for name, timings in found.items()}
 
 
-def _stream_bytes_per_us(arrays: Sequence[torch.Tensor]) -> float:
+def _stream_bytes(arrays: Sequence[torch.Tensor]) -> Iterable[Timing]:
     """Of an addition, which reads two arrays and writes one, slice by slice so that no run finds its cache warm."""
-    best = 0.0
     for num_elements in STREAM_SLICE_ELEMENTS:
         slices = itertools.cycle(zip(*(array.split(num_elements)[:-1] for array in arrays), strict=True))
 
@@ -179,33 +224,33 @@ def _stream_bytes_per_us(arrays: Sequence[torch.Tensor]) -> float:
             left, right, out = next(slices)
             torch.add(left, right, out=out)
 
-        best = max(best, 3 * 4 * num_elements / _best_us(run))
-    return best
+        yield _best(run).each_of(3 * 4 * num_elements)
 
 
-def _gemm_flops_per_us(dtype: torch.dtype) -> float:
+def _gemm_flop(dtype: torch.dtype) -> Timing:
     weight = _ones(GEMM_INNER, GEMM_COLUMNS, dtype=dtype)
 
-    def us(rows: int, limit_us: float) -> float:
-        return _best_us(partial(torch.mm, _ones(rows, GEMM_INNER, dtype=dtype), weight), limit_us)
+    def best(rows: int, limit_us: float) -> Timing:
+        return _best(partial(torch.mm, _ones(rows, GEMM_INNER, dtype=dtype), weight), limit_us)
 
     rows = GEMM_MIN_ROWS
-    while rows < GEMM_MAX_ROWS and us(rows, LIMIT_US / 20) < GEMM_RUN_US:
+    while rows < GEMM_MAX_ROWS and best(rows, LIMIT_US / 20).us < GEMM_RUN_US:
         rows *= 2
-    return 2 * rows * GEMM_INNER * GEMM_COLUMNS / us(rows, LIMIT_US)
+    return best(rows, LIMIT_US).each_of(2 * rows * GEMM_INNER * GEMM_COLUMNS)
 
 
-def _launch_us() -> float:
+def _launch() -> Timing:
     tiny, out = _ones(1), _ones(1)
-    return _best_us(lambda: torch.add(tiny, tiny, out=out))
+    return _best(lambda: torch.add(tiny, tiny, out=out))
 
 
-def _us_per_element(kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]) -> float:
+def _per_element(kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]) -> Timing:
     """Of one thread, without what a launch takes."""
-    long_us, short_us = (
-        _best_us(partial(kernel, *(_ones(num_elements) for _ in range(3)))) for num_elements in (POINTWISE_ELEMENTS, 1)
+    long, short = (
+        _best(partial(kernel, *(_ones(num_elements) for _ in range(3)))) for num_elements in (POINTWISE_ELEMENTS, 1)
     )
-    return max(long_us - short_us, long_us / 10) / POINTWISE_ELEMENTS  # never 0, whatever the clock does
+    us = max(long.us - short.us, long.us / 10)  # never 0, whatever the clock does
+    return Timing(long.is_disturbed or short.is_disturbed, us).each_of(POINTWISE_ELEMENTS)
 
 
 def _huber(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> object:
@@ -231,21 +276,20 @@ def _memory_bytes() -> int:
 
 # The cache.
 
-_UNSAVED: dict[Path, DeviceSpec] = {}  # specs whose file could not be written: all graphs of a process see one device
+_UNSAVED: dict[Path, DeviceSpec] = {}  # specs that have no file: all graphs of a process see one device
 
 
 def _cached(path: Path) -> DeviceSpec | None:
+    if path in _UNSAVED:
+        return _UNSAVED[path]
     try:
         return spec_from_json(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError, ConfigError):
-        return _UNSAVED.get(path)
+        return None
 
 
 def _kept(spec: DeviceSpec, path: Path) -> DeviceSpec:
-    """``spec``, written to ``path``; or what another process wrote there meanwhile: the ranks of a job should agree."""
-    meanwhile = _cached(path)
-    if meanwhile is not None:
-        return meanwhile
+    """``spec``, written to ``path``."""
     try:
         write_atomically(path, spec.to_json())
     except OSError as error:

@@ -13,6 +13,7 @@ peak, all that can be said is that.
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +23,12 @@ from typing import Any
 import torch
 
 from remat_passes.errors import RematWarning
+from remat_passes.joint import UNBACKED_SIZE
 from remat_passes.plan import RematPlan
 from remat_passes.units import format_bytes
 
 from .plan_log import record_measurement
-from .torch_private import AllocationLog, CompiledGraph
+from .torch_private import AllocationLog, CompiledGraph, graph_is_kept
 
 # What a projection may be off by before the user is told. The largest difference seen after the read-back is 2.3 %
 # (benchmarks/peak), so what is above this is a fault and no noise.
@@ -34,6 +36,9 @@ TOLERANCE = 0.05
 
 # ATen wraps a Python number in a tensor of its own while an op runs: 8 to 24 bytes were seen under the eager lowering.
 SCALARS_BYTES = 64
+
+# A size that depends on the contents of a tensor: torch/fx/experimental/symbolic_shapes.py, ``SymT.UNBACKED_INT``.
+UNBACKED = re.compile(r"\bu\d+\b")
 
 # How many forwards are looked at before it is given up: a script that runs the model a few times without a backward, or
 # under a profiler of its own, is still measured, and one that never trains is left alone.
@@ -65,6 +70,7 @@ class FirstStep:
         self.graphs: list[CompiledGraph] = []
         self.plan: RematPlan | None = None
         self.number = -1
+        self.is_guess = False  # some sizes depend on the contents of tensors
         self.originals: list[tuple[Any, Code]] = []
         self.forward: _Forward | None = None
         self.num_forwards = 0
@@ -75,6 +81,7 @@ class FirstStep:
         if self.num_forwards > MAX_FORWARDS:
             return
         self.graphs.append(graph)
+        self.is_guess = self.is_guess or any(_depends_on_contents(entry) for entry in graph.inputs)
         if self.plan is not None:
             self._exchange(graph)
 
@@ -129,8 +136,8 @@ class FirstStep:
 
     def _backward(self, original: Code, tangents: frozenset[int], arguments: list[Any]) -> Any:
         forward, self.forward = self.forward, None
-        if forward is None or not _is_real(arguments) or not self._can_count():
-            return original(arguments)
+        if forward is None or graph_is_kept() or not _is_real(arguments) or not self._can_count():
+            return original(arguments)  # a graph that is kept keeps what it has saved: that was not projected
         saved = [entry for i, entry in enumerate(arguments) if i not in tangents and isinstance(entry, torch.Tensor)]
         if not _places(saved) <= forward.inputs | forward.results:
             return original(arguments)  # of another forward than the last one
@@ -174,7 +181,7 @@ class FirstStep:
         if plan is None or peak_bytes is None:
             return
         record_measurement(self.number, peak_bytes)
-        text = difference(plan, peak_bytes)
+        text = difference(plan, peak_bytes, self.is_guess)
         if text:
             warnings.warn(text, RematWarning, stacklevel=2)
 
@@ -248,6 +255,12 @@ def _size(entry: Any) -> int | None:
     return entry if isinstance(entry, int) else None
 
 
+def _depends_on_contents(entry: Any) -> bool:
+    """Whether a size that was compiled for, or one of a tensor's, is not known before the step runs."""
+    sizes = entry.shape if isinstance(entry, torch.Tensor) else (entry,)
+    return any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in sizes)
+
+
 def _has_sizes(arguments: list[Any], sizes: tuple[int | None, ...]) -> bool:
     """Whether the symbolic sizes are those that the plan was made for."""
     return len(arguments) == len(sizes) and all(
@@ -277,8 +290,12 @@ def is_over_budget(plan: RematPlan, measured_bytes: int) -> bool:
     return plan.budget_bytes is not None and measured_bytes > plan.budget_bytes + SCALARS_BYTES
 
 
-def difference(plan: RematPlan, measured_bytes: int) -> str | None:
-    """What the user should know of a step that took other memory than projected; ``None`` where there is nothing."""
+def difference(plan: RematPlan, measured_bytes: int, is_guess: bool = False) -> str | None:
+    """What the user should know of a step that took other memory than projected; ``None`` where there is nothing.
+
+    Where sizes depend on the contents of tensors (``is_guess``, or a value of the plan has such a size), the projection
+    counted a fixed guess, and a budget worked out from the difference would be worth nothing.
+    """
     projected, budget = plan.projected_peak_bytes, plan.budget_bytes
     is_over = is_over_budget(plan, measured_bytes)
     if not is_over and abs(measured_bytes - projected) <= max(TOLERANCE * projected, SCALARS_BYTES):
@@ -287,6 +304,13 @@ def difference(plan: RematPlan, measured_bytes: int) -> str | None:
         f"{plan.graph_id}: the first step took {format_bytes(measured_bytes)} at its peak, and"
         f" {format_bytes(projected)} were projected ({100 * (measured_bytes / max(projected, 1) - 1):+.1f} %)"
     )
+    is_guess = is_guess or any(UNBACKED.search(str(size)) for value in plan.values for size in value.shape)
+    if is_guess:
+        over = f", {format_bytes(measured_bytes - budget)} over the budget" if budget is not None and is_over else ""
+        return (
+            f"{figures}{over}. Some of its sizes depend on the contents of tensors and were projected as"
+            f" {UNBACKED_SIZE} each, so nothing can be concluded: another batch takes other memory."
+        )
     if budget is None:
         room = "leave that much room" if measured_bytes > projected else "it could be that much higher"
         return f"{figures}. A memory_budget would be off by as much: {room}."

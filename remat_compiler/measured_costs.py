@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import glob
 import hashlib
 import math
 import os
@@ -37,7 +36,7 @@ from remat_passes.errors import ConfigError
 from remat_passes.joint import JointGraph, Value
 from remat_passes.ops import OpKind, draws_from_generator, is_builtin, is_collective, op_name, schema_of
 
-from .calibrate import cpu_model, default_cache_dir, write_atomically
+from .calibrate import cpu_model, default_cache_dir, timed, write_atomically
 from .device_at_hand import GPU_NAMES
 from .options import Options
 from .torch_private import outside_of_tracing
@@ -55,10 +54,6 @@ AGREEING_RUNS = 5
 AGREEMENT = 1.05
 LIMIT_US = 50_000.0
 ROUNDS = 2  # over the kernels that were disturbed by other work
-
-# Of a run's time, what a thread may have waited for a core. Undisturbed runs wait for 0; below this it is less than
-# what repeats differ by.
-WAITED_SHARE = 0.05
 
 # On CUDA, runs between two events: the host enqueues them ahead of the device, so what it needs for one is hidden.
 CUDA_SAMPLE_US = 1_000.0
@@ -531,23 +526,9 @@ def _fastest_us(run: Callable[[], object], clock: Callable[[Callable[[], object]
 
 
 def _cpu_us(run: Callable[[], object]) -> float | None:
-    """One run; ``None`` when a thread had to wait for a core meanwhile."""
-    waited_ns, start_ns = _waited_ns(), time.perf_counter_ns()
-    run()
-    elapsed_ns = time.perf_counter_ns() - start_ns
-    return None if _waited_ns() - waited_ns > elapsed_ns * WAITED_SHARE else elapsed_ns / 1e3
-
-
-def _waited_ns() -> int:
-    """How long the threads of this process were ready to run and had no core; 0 where the system does not count it.
-
-    The second field of ``schedstat`` (Linux, Documentation/scheduler/sched-stats.rst).
-    """
-    waited_ns = 0
-    for path in glob.iglob("/proc/self/task/*/schedstat"):
-        with contextlib.suppress(OSError, IndexError, ValueError), open(path, encoding="ascii") as file:
-            waited_ns += int(file.read().split()[1])
-    return waited_ns
+    """One run; ``None`` when other work disturbed it."""
+    timing = timed(run)
+    return None if timing.is_disturbed else timing.us
 
 
 def _cuda_us(run: Callable[[], object]) -> float:

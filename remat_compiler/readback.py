@@ -15,31 +15,24 @@ from __future__ import annotations
 import ast
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from remat_passes.memory import BLOCK_BYTES, GEMMS, HALF_PRECISION
-
-# What oneDNN's GEMMs in half precision allocate for each thread, at most: blocks of the operands in the order of its
-# instructions, never more than the largest operand. Measured with torch 2.13.0 over 40 shapes of up to 16 MiB on a CPU
-# with AVX512_BF16: up to 1.68 MiB; while rows are short enough to stay whole, 0.06 MiB and up to 0.66 KiB an element.
-GEMM_BUFFER_BYTES = 2 * 2**20
-GEMM_WHOLE_ROW = 512
-GEMM_ROW_BUFFER_BYTES, GEMM_ELEMENT_BUFFER_BYTES = 2**16, 2**10
-# The types whose convolutions oneDNN computes; others go through columns (aten/src/ATen/native/ConvolutionMM2d.cpp).
-ONEDNN_CONVOLUTION = (torch.float32, torch.bfloat16)
-# How ATen's attention on CPU cuts its work: rows of queries, by the fewest tokens, and columns of keys
-# (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, ``qSplitSize`` and ``kvSplitSize``).
-ATTENTION_ROWS = ((768, 256), (192, 64), (0, 32))
-ATTENTION_COLUMNS = 512
-# What the GEMMs inside of it allocate for each thread in half precision: 0.02 to 0.23 MiB over 11 shapes.
-ATTENTION_GEMM_BYTES = 2**18
-ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+from remat_passes.memory import BLOCK_BYTES
+from remat_passes.workspace import (
+    ATTENTION,
+    GEMMS,
+    HALF_PRECISION,
+    Layout,
+    attention_backward_bytes,
+    attention_bytes,
+    convolution_bytes,
+    gemm_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +53,7 @@ class Allocations:
     peak_bytes: int
     final_bytes: int  # of what it returns, less what of its arguments it has freed
     returned: Mapping[str, Storage]  # by the name of the graph's output node
+    at_peak: tuple[tuple[int, str, int], ...] = ()  # what is alive at the peak: its number, what it is, bytes
 
 
 class _NotUnderstoodError(Exception):
@@ -108,10 +102,10 @@ def read_allocations(
         device_type: the device whose bytes count.
     """
     try:
-        (call,) = (
-            node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "call"
-        )
-        return _Wrapper(graph, inputs, device_type).run(call)
+        module = ast.parse(source)
+        (call,) = (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call")
+        called = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+        return _Wrapper(graph, inputs, device_type, called).run(call)
     except (_NotUnderstoodError, SyntaxError, ValueError, LookupError, TypeError, NameError, AttributeError):
         return None
 
@@ -121,45 +115,30 @@ _OP_NAMESPACES = ("torch.ops.", "extern_kernels.", "aten.", "prims.")
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The results of an op with several; the name that it has in the wrapper keeps all of them alive."""
+    """The results of an op with several, or a list of arguments: its name in the wrapper keeps all of them alive."""
 
     storages: Mapping[int, Storage]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def extent(self) -> int:
-        """Elements from the first to the last; gaps count, expanded dimensions do not."""
-        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
-        return 1 + last if math.prod(self.sizes) else 0
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    @property
-    def is_channels_last(self) -> bool:
-        return len(self.sizes) > 2 and self.strides[1] == 1
-
-    @property
-    def is_contiguous(self) -> bool:
-        steps = itertools.accumulate(reversed(self.sizes[1:]), operator.mul, initial=1)
-        return self.strides == tuple(reversed(list(steps)))
+    sizes: Mapping[int, int] = field(default_factory=dict)
 
 
 _Value = Storage | _Parts | int | None
 
 
 class _Wrapper:
-    def __init__(self, graph: Signature, inputs: Mapping[str, Storage | int], device_type: str) -> None:
+    def __init__(
+        self,
+        graph: Signature,
+        inputs: Mapping[str, Storage | int],
+        device_type: str,
+        called: Mapping[str, ast.FunctionDef],
+    ) -> None:
         self.graph, self.inputs, self.device_type = graph, inputs, device_type
+        self.called = called  # the bodies of loops
+        self.arguments: list[Storage | int | None] = [inputs[name] for name in graph.placeholders]
         self.block = BLOCK_BYTES.get(device_type, BLOCK_BYTES["cuda"])
+        self.handed: _Parts | None = None  # the list that a body is called with, until it has taken it apart
         self.names: dict[str, Storage | _Parts | None] = {}
-        self.layouts: dict[str, _Layout] = {}
+        self.layouts: dict[str, Layout] = {}
         self.sizes: dict[str, int] = {}  # symbolic sizes
         taken = (entry.number for entry in inputs.values() if isinstance(entry, Storage))
         self.numbers = itertools.count(1 + max(taken, default=0))
@@ -168,13 +147,21 @@ class _Wrapper:
         self.part_names: dict[str, dict[int, str]] = {}  # the names of an op's results, by the name of their tuple
         self.renamed: dict[str, str] = {}
         self.now = self.peak = 0
+        # What is alive: an argument by its name, anything else by the kernel that it was first handed to.
+        storages = ((name, entry) for name, entry in inputs.items() if isinstance(entry, Storage))
+        self.alive: dict[int, tuple[str, int]] = {s.number: (name, s.bytes) for name, s in storages}
+        self.unnamed: list[int] = []
+        self._record_peak("", 0)
         self.timeline: list[tuple[str, int]] = []
         self.returned: dict[str, Storage] = {}
 
     def run(self, call: ast.FunctionDef) -> Allocations:
-        self._look_ahead(call)
-        self._block(call.body)
-        return Allocations(tuple(self.timeline), self.peak, self.now, self.returned)
+        for function in (call, *self.called.values()):
+            self._look_ahead(function)
+        results = self._function(call)
+        pairs = zip(self.graph.outputs, results, strict=True)
+        self.returned = {name: s for name, s in pairs if name is not None and isinstance(s, Storage)}
+        return Allocations(tuple(self.timeline), self.peak, self.now, self.returned, self.at_peak)
 
     def _look_ahead(self, call: ast.FunctionDef) -> None:
         """The wrapper states the size of what an ATen op returns only after it has dropped the op's operands."""
@@ -190,6 +177,34 @@ class _Wrapper:
                 case ast.Assign(targets=[ast.Name(id=renamed)], value=ast.Name(id=whole)):
                     self.renamed.setdefault(whole, renamed)
 
+    def _function(self, function: ast.FunctionDef) -> list[_Value]:
+        """Run the wrapper, or a body that it calls, on ``arguments``; its results keep what is theirs alive."""
+        self.results: list[_Value] = []
+        self._block(function.body)
+        kept = _Parts(dict(enumerate(s for s in self.results if isinstance(s, Storage))))
+        self._hold(kept)
+        for name in list(self.names):
+            self._release(self.names.pop(name))
+        return self.results
+
+    def _call_body(self, name: str, value: ast.Call) -> None:
+        """A body takes the list of its arguments apart, so that nothing else keeps them alive."""
+        (listed,) = (argument.id for argument in value.args if isinstance(argument, ast.Name))
+        handed = self.names.pop(listed)
+        outside, self.names = self.names, {}
+        if not isinstance(handed, _Parts):
+            raise _NotUnderstoodError(ast.unparse(value))
+        count = len(handed.storages) + len(handed.sizes)
+        entries: dict[int, Storage | int] = {**handed.storages, **handed.sizes}
+        self.arguments = [entries[place] for place in range(count)]
+        self.handed = handed
+        assert isinstance(value.func, ast.Name)
+        results = self._function(self.called[value.func.id])
+        self.names = outside
+        parts = _Parts({at: result for at, result in enumerate(results) if isinstance(result, Storage)})
+        self._bind(name, parts)
+        self._release(parts)  # the hold of the function that returned them
+
     def _block(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
             self._statement(statement)
@@ -202,6 +217,10 @@ class _Wrapper:
                 pass
             case ast.Assign(targets=[target], value=ast.Name(id="args")):
                 self._bind_arguments(target)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=function)) as call) if (
+                function in self.called
+            ):
+                self._call_body(name, call)
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 self._assign(name, value)
             case ast.Delete(targets=targets):
@@ -218,12 +237,15 @@ class _Wrapper:
 
     def _bind_arguments(self, target: ast.expr) -> None:
         targets = target.elts if isinstance(target, ast.Tuple) else [target]
-        if len(targets) != len(self.graph.placeholders):
+        if len(targets) != len(self.arguments):
             raise _NotUnderstoodError("other arguments than the graph has")
-        for element, placeholder in zip(targets, self.graph.placeholders, strict=True):
+        for element, argument in zip(targets, self.arguments, strict=True):
             if not isinstance(element, ast.Name):
                 raise _NotUnderstoodError(ast.unparse(element))
-            self._bind(element.id, self.inputs[placeholder])
+            self._bind(element.id, argument)
+        if self.handed is not None:
+            self._release(self.handed)
+            self.handed = None
 
     def _assign(self, name: str, value: ast.expr) -> None:
         layout = self._layout(value)
@@ -240,9 +262,12 @@ class _Wrapper:
             self.sizes[name] = value
             return
         self.names[name] = value
+        self._hold(value)
+        self._release(old)
+
+    def _hold(self, value: Storage | _Parts | None) -> None:
         for storage in _storages(value):
             self.references[storage.number] = self.references.get(storage.number, 0) + 1
-        self._release(old)
 
     def _drop(self, target: ast.expr) -> None:
         if not isinstance(target, ast.Name):
@@ -254,12 +279,17 @@ class _Wrapper:
             self.references[storage.number] -= 1
             if not self.references[storage.number] and not storage.is_held:
                 self.now -= storage.bytes
+                self.alive.pop(storage.number, None)
 
     def _allocate(self, num_bytes: int, dtype: torch.dtype) -> Storage:
         rounded = -(-num_bytes // self.block) * self.block
+        storage = Storage(next(self.numbers), rounded, dtype)
         self.now += rounded
-        self.peak = max(self.peak, self.now)
-        return Storage(next(self.numbers), rounded, dtype)
+        self.alive[storage.number] = ("a buffer", rounded)
+        self.unnamed.append(storage.number)
+        if self.now > self.peak:
+            self._record_peak("", 0)
+        return storage
 
     # -- expressions
 
@@ -276,9 +306,20 @@ class _Wrapper:
                 return self._empty(value, function.removeprefix("empty_strided_"))
             case ast.Call(func=ast.Name(id="get_raw_stream")) | ast.Constant():
                 return None
+            case ast.List(elts=elements):
+                return self._listed([self._result(element) for element in elements])
+            case ast.BinOp(left=ast.List(elts=[ast.Constant(value=None)])):
+                return None
             case ast.Attribute() | ast.BinOp() | ast.Call():
                 return self._size(value)
         raise _NotUnderstoodError(ast.unparse(value))
+
+    def _listed(self, values: Sequence[_Value]) -> _Parts:
+        storages = {at: value for at, value in enumerate(values) if isinstance(value, Storage)}
+        sizes = {at: value for at, value in enumerate(values) if isinstance(value, int)}
+        if len(storages) + len(sizes) != len(values):
+            raise _NotUnderstoodError("a list of other things than tensors and sizes")
+        return _Parts(storages, sizes)
 
     def _named(self, name: str) -> _Value:
         return self.sizes[name] if name in self.sizes else self.names[name]
@@ -296,7 +337,7 @@ class _Wrapper:
             raise _NotUnderstoodError(ast.unparse(value))
         return tuple(self._size(element) for element in value.elts)
 
-    def _layout(self, value: ast.expr) -> _Layout | None:
+    def _layout(self, value: ast.expr) -> Layout | None:
         """Sizes and strides of a tensor, where the wrapper has said them."""
         match value:
             case ast.Name(id=name) if name in self.layouts:
@@ -304,19 +345,19 @@ class _Wrapper:
             case ast.Name(id=name) if name in self.stated:
                 return self._stated_layout(self.stated[name])
             case ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[_, size, stride, *_]):
-                return _Layout(self._sizes(size), self._sizes(stride))
+                return Layout(self._sizes(size), self._sizes(stride))
             case ast.Call(func=ast.Name(id=function), args=[size, stride, *_]) if function.startswith("empty_strided_"):
-                return _Layout(self._sizes(size), self._sizes(stride))
+                return Layout(self._sizes(size), self._sizes(stride))
         return None
 
-    def _stated_layout(self, statement: ast.Call) -> _Layout:
+    def _stated_layout(self, statement: ast.Call) -> Layout:
         _, size, stride, *_ = statement.args
-        return _Layout(self._sizes(size), self._sizes(stride))
+        return Layout(self._sizes(size), self._sizes(stride))
 
     def _empty(self, call: ast.Call, device: str) -> Storage:
         size, stride, dtype = call.args[:3]
         kind = getattr(torch, ast.unparse(dtype).removeprefix("torch."))
-        extent = _Layout(self._sizes(size), self._sizes(stride)).extent
+        extent = Layout(self._sizes(size), self._sizes(stride)).extent
         return self._allocate(extent * kind.itemsize if device == self.device_type else 0, kind)
 
     # -- ops of ATen
@@ -363,7 +404,7 @@ class _Wrapper:
             allocated.append((at, self._allocate(extent * result.dtype.itemsize if counts else 0, result.dtype)))
         return allocated
 
-    def _matching_results(self, op: str, layouts: Mapping[int, _Layout]) -> tuple[Result | None, ...] | None:
+    def _matching_results(self, op: str, layouts: Mapping[int, Layout]) -> tuple[Result | None, ...] | None:
         """What the graph's op with these shapes returns; ``None`` where the graph has no such op."""
         found = {
             results
@@ -396,34 +437,41 @@ class _Wrapper:
     def _kernel(self, call: ast.Call, *results: Storage) -> None:
         name = ast.unparse(call.func).removeprefix("extern_kernels.")
         workspace_bytes = self._workspace_bytes(call, results) if self.device_type == "cpu" else 0
-        self.peak = max(self.peak, self.now + workspace_bytes)
+        for number in self.unnamed:
+            if number in self.alive:
+                self.alive[number] = (f"a buffer of {name}", self.alive[number][1])
+        self.unnamed.clear()
+        if self.now + workspace_bytes >= self.peak:
+            self._record_peak(name, workspace_bytes)
         self.timeline.append((name, self.now + workspace_bytes))
+
+    def _record_peak(self, kernel: str, workspace_bytes: int) -> None:
+        self.peak = self.now + workspace_bytes
+        workspace = ((-1, f"workspace of {kernel}", workspace_bytes),) if workspace_bytes else ()
+        self.at_peak = (*((number, *entry) for number, entry in self.alive.items()), *workspace)
 
     def _workspace_bytes(self, call: ast.Call, results: Sequence[Storage]) -> int:
         """What ATen and oneDNN allocate for themselves on CPU while they run."""
         op, threads = _short_name(call), torch.get_num_threads()
-        dtypes = {storage.dtype for storage in (*self._operands(call), *results)}
-        is_half = not dtypes.isdisjoint(HALF_PRECISION)
+        storages = [*self._operands(call), *results]
         if op in ("convolution", "convolution_backward"):
             layouts = [self._known_layout(operand) for operand in call.args[: 3 if op.endswith("backward") else 2]]
-            return _convolution_bytes(layouts, results[0], threads)
+            dtype = results[0].dtype
+            output_numel = layouts[0].numel if len(layouts) == 3 else results[0].bytes // dtype.itemsize
+            return convolution_bytes(layouts, output_numel, dtype, threads)
         if op == ATTENTION:
             query, key = (self._known_layout(operand) for operand in call.args[:2])
-            return threads * _attention_bytes(query, key, is_half=is_half, is_backward=False)
+            return attention_bytes(query, key, results[0].dtype, threads)
         if op == f"{ATTENTION}_backward":
             gradient, query, key = (self._known_layout(operand) for operand in call.args[:3])
-            # It is read token by token, and all the heads of a token are to stand together.
-            copied_bytes = (
-                gradient.numel * results[0].dtype.itemsize if gradient.strides[1] > gradient.strides[2] else 0
-            )
-            return copied_bytes + threads * _attention_bytes(query, key, is_half=is_half, is_backward=True)
-        if op in GEMMS and is_half:
+            return attention_backward_bytes(gradient, query, key, results[0].dtype, threads)
+        if op in GEMMS and any(storage.dtype in HALF_PRECISION for storage in storages):
             rows = self._layout(call.args[1 if op in ("addmm", "baddbmm") else 0])
-            most = _gemm_bytes(rows.sizes[-1]) if rows is not None else GEMM_BUFFER_BYTES
-            return threads * min(most, max(storage.bytes for storage in self._operands(call)))
+            row = None if rows is None else rows.sizes[-1]
+            return gemm_bytes(row, max(storage.bytes for storage in storages), threads)
         return 0
 
-    def _known_layout(self, operand: ast.expr) -> _Layout:
+    def _known_layout(self, operand: ast.expr) -> Layout:
         layout = self._layout(operand)
         if layout is None:
             raise _NotUnderstoodError(f"the layout of {ast.unparse(operand)}")
@@ -431,55 +479,7 @@ class _Wrapper:
 
     def _return(self, value: ast.expr | None) -> None:
         elements = value.elts if isinstance(value, ast.Tuple) else []
-        results = [None if isinstance(e, ast.Constant) else self._result(e) for e in elements]
-        kept = {storage.number for storage in results if isinstance(storage, Storage)}
-        alive = {s.number: s for value in self.names.values() for s in _storages(value) if not s.is_held}
-        self.now -= sum(storage.bytes for number, storage in alive.items() if number not in kept)
-        pairs = zip(self.graph.outputs, results, strict=True)
-        self.returned = {name: s for name, s in pairs if name is not None and isinstance(s, Storage)}
-
-
-def _gemm_bytes(row: int) -> int:
-    """Of one thread, in half precision, for the sum over a row of that many elements."""
-    if row > GEMM_WHOLE_ROW:
-        return GEMM_BUFFER_BYTES
-    return GEMM_ROW_BUFFER_BYTES + GEMM_ELEMENT_BUFFER_BYTES * row
-
-
-def _convolution_bytes(layouts: Sequence[_Layout], result: Storage, threads: int) -> int:
-    """Of a convolution, whose operands are image and weight, or of its backward: gradient, image and weight.
-
-    oneDNN copies the weight, twice in backward, and what is not channels-last; for bfloat16 backward transposes an
-    image a thread. Measured with torch 2.13.0 over 50 shapes.
-    """
-    dtype, is_backward = result.dtype, len(layouts) == 3
-    *images, weight = layouts
-    image = images[-1]
-    image_bytes, weight_bytes = (layout.numel * dtype.itemsize for layout in (image, weight))
-    output_bytes = images[0].numel * dtype.itemsize if is_backward else result.bytes
-    if dtype not in ONEDNN_CONVOLUTION:
-        pixels, outputs = math.prod(image.sizes[2:]) or 1, image.sizes[0] * weight.sizes[0] or 1
-        return image_bytes * (output_bytes // dtype.itemsize // outputs) // pixels * math.prod(weight.sizes[2:])
-    total = weight_bytes * (2 if is_backward else 1)
-    if dtype is torch.bfloat16 and is_backward:
-        total += threads * (image_bytes + output_bytes) // (image.sizes[0] or 1)
-    if all(layout.is_channels_last for layout in images):
-        return total
-    odd = (layout for layout in images if not (layout.is_channels_last or layout.is_contiguous))
-    total += sum(layout.numel * dtype.itemsize for layout in odd)
-    return total + (image_bytes + output_bytes if is_backward else max(image_bytes, output_bytes))
-
-
-def _attention_bytes(query: _Layout, key: _Layout, *, is_half: bool, is_backward: bool) -> int:
-    """What one thread of ATen's attention on CPU allocates: the scores of a block, in fp32 and again in half precision,
-    in backward also their gradient; in forward what it sums up (FlashAttentionKernel.cpp)."""
-    tokens, size = query.sizes[-2:]
-    rows = min(next(rows for fewest, rows in ATTENTION_ROWS if tokens >= fewest), tokens)
-    block = rows * min(ATTENTION_COLUMNS, key.sizes[-2])
-    gemm_bytes = ATTENTION_GEMM_BYTES if is_half else 0
-    if is_backward:
-        return 2 * block * (6 if is_half else 4) + 4 * rows + gemm_bytes
-    return block * (6 if is_half else 4) + 4 * (2 * rows + rows * size)
+        self.results = [None if isinstance(e, ast.Constant) else self._result(e) for e in elements]
 
 
 def _storages(value: Storage | _Parts | None) -> tuple[Storage, ...]:
@@ -522,14 +522,15 @@ def _shown_operand(call: ast.Call) -> ast.expr | None:
     return None
 
 
-def _has_shape(result: Result | None, layout: _Layout) -> bool:
+def _has_shape(result: Result | None, layout: Layout) -> bool:
     return result is not None and result.shape == layout.sizes
 
 
 def _results(module: fx.GraphModule) -> dict[str, tuple[tuple[Result | None, ...], ...]]:
-    """What the graph's ops return: by op, of each of its nodes."""
+    """What the graph's ops return, and those of the graphs that it calls: by op, of each of its nodes."""
     found: dict[str, list[tuple[Result | None, ...]]] = {}
-    for node in module.graph.nodes:
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
+    for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
         if node.op != "call_function":
             continue
         results: Any = node.meta.get("val")
@@ -563,6 +564,7 @@ class StepReader:
         self.primals: dict[str, Storage | int] = {}
         self.user_outputs: tuple[str | None, ...] = ()
         self.entering_bytes = 0  # tangents
+        self.entered: frozenset[int] = frozenset()  # the storages that backward starts with
 
     def read(self, source: str, graph: Signature, inputs: Sequence[Any], *, is_backward: bool) -> None:
         """Take one compiled graph: its wrapper, and what it was compiled for."""
@@ -574,6 +576,7 @@ class StepReader:
         elif self.forward is not None:
             entering = self._entering(self.forward, arguments)
             if entering is not None:
+                self.entered = frozenset(entry.number for entry in entering.values() if isinstance(entry, Storage))
                 self.backward = read_allocations(source, graph, entering, self.device_type)
 
     def peak_bytes(self, baseline_bytes: int) -> int | None:
@@ -582,6 +585,25 @@ class StepReader:
             return None
         started = self.forward.final_bytes + self.entering_bytes
         return baseline_bytes + max(self.forward.peak_bytes, started + self.backward.peak_bytes)
+
+    def peak_values(self, baseline_bytes: int) -> tuple[tuple[str, int], ...]:
+        """What ``peak_bytes`` is made of, largest first; nothing where a graph was not understood.
+
+        Saved values have the names of the graph, what a kernel has allocated is called after it. What was there before
+        the step is one entry.
+        """
+        if self.forward is None or self.backward is None:
+            return ()
+        parts = [("parameters, buffers and inputs", baseline_bytes)]
+        is_backward = self.peak_bytes(0) != self.forward.peak_bytes
+        own = {entry.number for entry in self.primals.values() if isinstance(entry, Storage)}
+        at_peak = self.backward.at_peak if is_backward else self.forward.at_peak
+        parts += [(name, size) for number, name, size in at_peak if number not in own]
+        if is_backward:  # outputs that backward does not read are alive beside it
+            entered = own | self.entered
+            outputs = {s.number: (name, s.bytes) for name, s in self.forward.returned.items()}
+            parts += [entry for number, entry in outputs.items() if number not in entered]
+        return tuple(sorted((part for part in parts if part[1]), key=lambda part: (-part[1], part[0])))
 
     def _entering(self, forward: Allocations, arguments: Mapping[str, Any]) -> dict[str, Storage | int] | None:
         """What backward starts with: saved values are its own to free, the caller's tensors are not."""

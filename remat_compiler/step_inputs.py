@@ -27,6 +27,7 @@ class StepInputs:
 
     names: tuple[str, ...] = ()
     batch_axes: tuple[tuple[int, int], ...] = ()
+    num_groups: int | None = None  # the batch consists of so many groups that must not be split (batch_norm.py)
 
 
 _marks = WeakTensorKeyDictionary()

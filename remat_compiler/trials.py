@@ -1,15 +1,16 @@
-"""Trials: compile, read back what Inductor allocates, and plan again where that is more than the budget.
+"""Trials: compile, read back what Inductor allocates, and plan again where another plan suits the budget better.
 
 The memory model predicts Inductor, and a prediction can be off by a buffer. The code that Inductor has written cannot
-be (readback.py). A plan that turns out too large is planned again, under a limit that is lower by as much as the
-prediction was; and no budget is refused before the smallest plan was compiled.
+be (readback.py). A plan that turns out too large is planned again, under a limit that is lower by what it is too large.
+One that turns out smaller than predicted is planned again under a limit that is higher by the difference, but only
+where the first search has already seen a faster plan that would then fit. No budget is refused before the smallest plan
+was compiled, and no plan is returned whose code allocates more than the budget.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -23,10 +24,28 @@ from remat_passes.units import format_bytes
 from . import torch_private
 from .options import Options
 from .partitioner import RematPartitioner
+from .step_inputs import StepInputs
 
 # How often a graph is planned for its budget. The error of the prediction is nearly the same for all plans of a graph,
 # so the second trial mostly fits; kernels that stay the same come out of Inductor's cache.
 MAX_TRIALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One compiled plan. ``plan`` has the peak that was read back; it is ``None`` without a budget, and with several
+    joint graphs in one module, of which nothing is read back: there the predictions stand."""
+
+    code: Callable[..., Any]
+    partitioner: RematPartitioner
+    plan: RematPlan | None
+    is_smallest: bool
+
+    @property
+    def excess_bytes(self) -> int:
+        """How much more than the budget the code allocates; below 0 where it fits."""
+        plan = self.plan
+        return 0 if plan is None or plan.budget_bytes is None else plan.projected_peak_bytes - plan.budget_bytes
 
 
 def compile_within_budget(
@@ -35,39 +54,73 @@ def compile_within_budget(
     inductor_options: Mapping[str, object],
     options: Options,
     spec: DeviceSpec,
+    known: StepInputs,
 ) -> tuple[Callable[..., Any], RematPartitioner]:
     """Compile with Inductor; the compiled module and the partitioner that cut its graphs.
 
     Raises:
         BudgetInfeasibleError: the smallest plan's code, too, allocates more than the budget.
     """
+    correction: str | None = None
 
-    def trial(limit_bytes: int | None) -> tuple[Callable[..., Any], RematPartitioner]:
-        partitioner = RematPartitioner(options, spec, limit_bytes, correction)
+    def compiled(limit_bytes: int | None, *, is_smallest: bool = False) -> _Trial:
+        partitioner = RematPartitioner(options, spec, limit_bytes, correction, known)
         own = module if options.memory_budget is None else torch_private.copy_of(module)
         seen = partitioner.compiled
-        return torch_private.compile_with_inductor(own, inputs, inductor_options, partitioner, seen), partitioner
+        code = torch_private.compile_with_inductor(own, inputs, inductor_options, partitioner, seen)
+        return _Trial(code, partitioner, _read_plan(partitioner), is_smallest)
+
+    def trial(limit_bytes: int | None) -> _Trial:
+        """The fastest plan within the limit; the smallest one where there is none."""
+        try:
+            return compiled(limit_bytes)
+        except BudgetInfeasibleError as refused:
+            return compiled(refused.smallest_bytes, is_smallest=True)
 
     limit_bytes: int | None = None
-    correction: str | None = None
-    try:
-        for _ in range(MAX_TRIALS):
-            compiled, partitioner = trial(limit_bytes)
-            plan = _too_large(partitioner)
-            if plan is None:
-                return compiled, partitioner
-            correction = correction or _correction(plan)
-            ratio = Fraction(plan.budget_bytes or 0, plan.projected_peak_bytes)
-            limit_bytes = min(math.floor(plan.predicted_peak_bytes * ratio), plan.predicted_peak_bytes - 1)
-        trial(0)
-    except BudgetInfeasibleError as refused:
-        smallest_bytes = refused.smallest_bytes
-    compiled, partitioner = trial(smallest_bytes)
-    plan = _too_large(partitioner)
-    if plan is None:
-        return compiled, partitioner
-    parts = [(value.name, value.bytes) for value in plan.peak_values]
-    raise refusal(plan.budget_bytes or 0, plan.projected_peak_bytes, parts, plan.gradient_bytes)
+    fitting: _Trial | None = None
+    tried: list[_Trial] = []
+    while limit_bytes != 0 and len(tried) < MAX_TRIALS:
+        tried.append(trial(limit_bytes))
+        last = tried[-1]
+        if last.plan is None:
+            return last.code, last.partitioner
+        correction = correction or _correction(last.plan)
+        if last.excess_bytes <= 0 and (fitting is None or _is_faster(last, fitting)):
+            fitting = last
+        elif fitting is not None or last.is_smallest:
+            break
+        limit_bytes = _next_limit_bytes(last.plan, tried)
+    if fitting is None:
+        last = tried[-1] if tried[-1].is_smallest else trial(0)
+        if last.excess_bytes > 0:
+            raise _refusal(last)
+        fitting = last
+    return fitting.code, fitting.partitioner
+
+
+def _next_limit_bytes(plan: RematPlan, tried: Sequence[_Trial]) -> int:
+    """The predicted peak to try next: the one that reads as the budget, if it is off by as much; 0 for no more."""
+    budget_bytes = plan.budget_bytes or 0
+    limit_bytes = plan.predicted_peak_bytes + budget_bytes - plan.projected_peak_bytes
+    if plan.projected_peak_bytes > budget_bytes:
+        return max(0, min(limit_bytes, plan.predicted_peak_bytes - 1))
+    too_large = [t.plan.predicted_peak_bytes - 1 for t in tried if t.plan is not None and t.excess_bytes > 0]
+    limit_bytes = min(limit_bytes, plan.inductor_peak_bytes, *too_large)  # never more than plain Inductor needs
+    faster = (point for point in plan.frontier if point.step_us < plan.step_us)
+    fits_now = any(plan.predicted_peak_bytes < point.peak_bytes <= limit_bytes for point in faster)
+    return limit_bytes if fits_now else 0
+
+
+def _is_faster(trial: _Trial, than: _Trial) -> bool:
+    return trial.plan is not None and than.plan is not None and trial.plan.step_us < than.plan.step_us
+
+
+def _read_plan(partitioner: RematPartitioner) -> RematPlan | None:
+    if len(partitioner.made) != 1:
+        return None
+    plan = partitioner.made[0].final_plan
+    return None if plan.budget_bytes is None else plan
 
 
 def _correction(first: RematPlan) -> str:
@@ -76,10 +129,16 @@ def _correction(first: RematPlan) -> str:
     return f"planned again: the code of the first plan, predicted to need {predicted}, allocates {read}"
 
 
-def _too_large(partitioner: RematPartitioner) -> RematPlan | None:
-    """The plan whose code allocates more than the budget, if that is so. With several joint graphs in one module
-    nothing was read back, and the predictions stand."""
-    if len(partitioner.made) != 1:
-        return None
-    plan = partitioner.made[0].final_plan
-    return plan if plan.budget_bytes is not None and plan.projected_peak_bytes > plan.budget_bytes else None
+def _refusal(smallest: _Trial) -> BudgetInfeasibleError:
+    """The error for a budget that is below what the code of the smallest plan allocates, with what that is."""
+    (made,) = smallest.partitioner.made
+    plan = made.final_plan
+    parts = made.reader.peak_values(plan.baseline_bytes) or [(value.name, value.bytes) for value in plan.peak_values]
+    refused = refusal(plan.budget_bytes or 0, plan.projected_peak_bytes, parts, plan.gradient_bytes)
+    return BudgetInfeasibleError(f"{refused}{_ONE_GRAPH}", refused.budget_bytes, refused.smallest_bytes)
+
+
+_ONE_GRAPH = (
+    " Where torch.compile breaks a step into several graphs, each is held against the whole budget by itself, and this"
+    " is about one of them: TORCH_LOGS=graph_breaks shows where, and fullgraph=True refuses to break it."
+)

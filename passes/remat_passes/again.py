@@ -7,7 +7,7 @@ is recomputed once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .blocks import Blocks
@@ -85,6 +85,11 @@ def unroll(
     return _Unrolling(joint, problem, chain, plan).run(always_saved)
 
 
+def may_repeat(joint: JointGraph, problem: CutProblem, index: int) -> bool:
+    """Whether a value may be computed more than once; what may not is kept from its only computation on."""
+    return problem[index].recompute_ps is not None and not draws_from_generator(joint.nodes[index])
+
+
 class _Unrolling:
     def __init__(self, joint: JointGraph, problem: CutProblem, chain: Blocks, plan: ChainPlan) -> None:
         self.joint, self.problem, self.chain = joint, problem, chain
@@ -115,12 +120,12 @@ class _Unrolling:
         block = self.chain.block_of[index]
         while number and block is not None and block < self.passes.first[number]:
             number = self.passes.parent[number]
-        return (index, number if self._may_repeat(index) else 0)
+        return (index, number if self._is_repeated(index) else 0)
 
     def _in_backward(self, index: int) -> Instance:
         """The value as backward has it."""
         block = self.chain.block_of[index]
-        if block is None or not self._may_repeat(index):
+        if block is None or not self._is_repeated(index):
             return (index, 0)
         behind = self.block_behind.get(index, block)
         if self.passes.hold[behind] is not self.passes.hold[block]:  # a boundary, and not inside of what is held as one
@@ -130,9 +135,8 @@ class _Unrolling:
             return self._in_pass(index, number)
         return (index, BACKWARD_PASS)
 
-    def _may_repeat(self, index: int) -> bool:
-        is_allowed = self.chain.block_of[index] is not None and self.problem[index].recompute_ps is not None
-        return is_allowed and not draws_from_generator(self.joint.nodes[index])
+    def _is_repeated(self, index: int) -> bool:
+        return self.chain.block_of[index] is not None and may_repeat(self.joint, self.problem, index)
 
     def _operands(self, instance: Instance) -> tuple[Instance, ...]:
         index, number = instance
@@ -167,14 +171,17 @@ class _Unrolling:
             for operand in dict.fromkeys(operands):
                 users[operand].append(reader)
         values: list[Value] = []
+        taken = {value.name for value in joint.values}
         for place, (index, number) in enumerate(self.order):
             value = joint.values[index]
             shared = value.base != index
+            name = value.name if number == 0 else _free_name(value.name, _suffix(number), taken)
+            taken.add(name)
             values.append(
                 replace(
                     value,
                     index=place,
-                    name=value.name if number == 0 else f"{value.name}_{_suffix(number)}",
+                    name=name,
                     side=value.side if number == 0 else Side.EITHER,
                     inputs=inputs[place],
                     users=tuple(users[place]),
@@ -196,7 +203,15 @@ class _Unrolling:
 
 
 def _suffix(number: int) -> str:
-    return "again" if number == BACKWARD_PASS else f"pass{number}"
+    return "_again" if number == BACKWARD_PASS else f"_pass{number}"
+
+
+def _free_name(name: str, suffix: str, taken: Collection[str]) -> str:
+    """The name with its suffix, as often as it takes: an op of the user's may be called that."""
+    name += suffix
+    while name in taken:
+        name += suffix
+    return name
 
 
 def repetition_of(name: str) -> int:

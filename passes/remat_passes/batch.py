@@ -315,14 +315,28 @@ MAX_LOOPS = 2  # one more forward at most (DESIGN: forward slices, whole-batch t
 
 
 def choose_axes(
-    joint: JointGraph, said: Mapping[int, int], names: Mapping[int, str], *, tangents_are_known: bool
+    joint: JointGraph,
+    said: Mapping[int, int],
+    names: Mapping[int, str],
+    num_groups: int | None,
+    *,
+    tangents_are_known: bool,
 ) -> BatchAxes:
     """Find what carries the batch: what the user has said, else the choice that leaves the least to be computed whole.
+
+    Args:
+        joint: the graph, traced at the full batch.
+        said: the axis of each input that was said to carry the batch; empty where nothing was said.
+        names: what the user calls the inputs.
+        num_groups: take the batch for so many groups of samples that belong together.
+        tangents_are_known: see ``batch_axes``.
 
     Raises:
         CannotSplitError: nothing carries the batch, or an op couples the samples.
     """
     candidates = [(dict(said), joint.values[i].sizes[axis]) for i, axis in list(said.items())[:1]] or found_seeds(joint)
+    if num_groups is not None:
+        candidates = [(seeds, num_groups) for seeds, size in candidates if size % num_groups == 0]
     found = [batch_axes(joint, seeds, batch, tangents_are_known=tangents_are_known) for seeds, batch in candidates]
     if not found:
         raise CannotSplitError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from .cut import Cut, CutProblem, coarse_sweep
 from .joint import JointGraph, Side
-from .memory import CPU_WORKSPACE, MemoryModel
+from .memory import MemoryModel
 from .ops import OpKind
 
 NUM_INSTANTS = 3  # of those that the chosen plan fills the most
@@ -60,9 +60,10 @@ def _bound_at(problem: CutProblem, instant: Instant, room: int) -> int | None:
 def _instants(joint: JointGraph, problem: CutProblem, model: MemoryModel) -> Sequence[Instant]:
     runs_after: dict[int, int] = {}  # fused, an op may run as early as right after the last kernel that it needs
     last_use: dict[int, int] = {}
+    products = {product for found in model.sums_of_products.values() for product in found}  # may run with their sum
     for index in joint.backward_values:
         inputs = joint.values[index].inputs
-        is_kernel = not model.fuses or joint.values[index].kind is OpKind.EXTERN
+        is_kernel = not model.fuses or (joint.values[index].kind is OpKind.EXTERN and index not in products)
         runs_after[index] = index if is_kernel else max((runs_after.get(i, -1) for i in inputs), default=-1)
         for operand in inputs:
             base = joint.values[operand].base
@@ -73,13 +74,12 @@ def _instants(joint: JointGraph, problem: CutProblem, model: MemoryModel) -> Seq
     found = []
     for index in joint.backward_values:
         value = joint.values[index]
-        if value.kind is not OpKind.EXTERN:
+        if value.kind is not OpKind.EXTERN or index in products:
             continue
         results = [index, *(i for i in value.users if joint.values[i].kind is OpKind.PART)]
         operands = {joint.values[i].base for i in value.inputs} - model.inputs - outputs - gradients
         touched = [model.sizes[i] for i in (*operands, *results)]
-        workspace = CPU_WORKSPACE.get(model.names[index], 0) if model.fuses and joint.device_type == "cpu" else 0
-        fixed = made + sum(touched) + workspace * max(touched, default=0)
+        fixed = made + sum(touched) + model.workspaces[index]
         waiting = frozenset(
             i
             for i, last in last_use.items()

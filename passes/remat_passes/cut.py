@@ -17,9 +17,12 @@ Kolmogorov, Zabih: What energy functions can be minimized via graph cuts? (PAMI 
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NamedTuple
 
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
@@ -93,8 +96,7 @@ def solve(problem: CutProblem, price: Price) -> Cut:
     return Network(problem).solve(price)
 
 
-@dataclass(frozen=True, slots=True)
-class _Edge:
+class _Edge(NamedTuple):
     """A capacity of ``time_weight * time_ps + byte_weight * bytes``, or more than all of those together."""
 
     tail: int
@@ -108,8 +110,9 @@ class Network:
     """The flow network of one problem: built once, solved at many prices.
 
     Only values that backward can come to need take part. A value that may not be saved takes one flow node for both of
-    its booleans, and one that only a single recomputation reads takes the node of that one. No cut changes, and most
-    flow nodes go.
+    its booleans, and one that only a single recomputation reads takes the node of that one. What infinite edges lead to
+    from the source is on its side in any case; the rest falls apart into components that share no edge, and equal
+    components, as identical layers make them, are solved once. No cut changes.
     """
 
     def __init__(self, problem: CutProblem) -> None:
@@ -117,43 +120,62 @@ class Network:
         self.need: dict[int, int] = {}
         self.redo: dict[int, int] = {}  # absent: may not be recomputed
         self._name_flow_nodes()
-        self.edges = list(self._edges())
-        self.finite_ps = sum(edge.time_ps for edge in self.edges)
-        self.finite_bytes = sum(edge.bytes for edge in self.edges)
-        self.graph = nx.DiGraph([(SOURCE, SOURCE), (SINK, SINK)])
-        for edge in self.edges:
-            self.graph.add_edge(edge.tail, edge.head, capacity=0, flow=0)
-            if not self.graph.has_edge(edge.head, edge.tail):
-                self.graph.add_edge(edge.head, edge.tail, capacity=0, flow=0)
-        self.graph.remove_edges_from([(SOURCE, SOURCE), (SINK, SINK)])
+        edges = list(self._edges())
+        self.settled = _infinitely_far(edges)
+        self.always = frozenset(index for index, node in self.need.items() if node in self.settled)
+        self.always_redo = frozenset(index for index, node in self.redo.items() if node in self.settled)
+        open_edges, constant = _opened(edges, self.settled)
+        self.constant_ps, self.constant_bytes = (sum(edge.time_ps for edge in constant), sum(e.bytes for e in constant))
+        self.kinds: list[_Kind] = []  # of components
+        self.parts = self._parts(open_edges)
+
+    @property
+    def num_flows(self) -> int:
+        """How many flows were computed so far."""
+        return sum(kind.num_flows for kind in self.kinds)
 
     def solve(self, price: Price) -> Cut:
         """The cheapest cut at one price (see ``solve``)."""
-        big = 1 + price.time_weight * self.finite_ps + price.byte_weight * self.finite_bytes
-        self._set_capacities(price, big)
-        residual = boykov_kolmogorov(self.graph, SOURCE, SINK, residual=self.graph)
-        flow = residual.graph["flow_value"]
-        if flow >= big:
+        if SINK in self.settled:
             raise CannotPartitionError(_conflict(self.problem))
-        side = _source_side(residual)
-        need = frozenset(index for index, node in self.need.items() if node in side)
-        cut = cut_of(self.problem, need, frozenset(index for index in need if self.redo.get(index) in side))
-        if _value(cut, price) != flow:
-            raise AssertionError(f"the partition costs {_value(cut, price)}, the flow is {flow}")
-        return cut
+        need, redo = [self.always], [self.always_redo]
+        time_ps, saved_bytes = self.constant_ps, self.constant_bytes
+        answers = [kind.solve(price) for kind in self.kinds]
+        for part in self.parts:
+            answer = answers[part.kind]
+            need.append(frozenset([part.needs[slot] for slot in answer.needs]))
+            redo.append(frozenset([part.redoes[slot] for slot in answer.redoes]))
+            time_ps += answer.time_ps
+            saved_bytes += answer.bytes
+        return Cut(frozenset().union(*need), frozenset().union(*redo), saved_bytes, time_ps)
 
-    def _set_capacities(self, price: Price, big: int) -> None:
-        for _, _, attributes in self.graph.edges(data=True):
-            attributes["capacity"] = 0
-        for edge in self.edges:
-            capacity = big if edge.is_infinite else price.time_weight * edge.time_ps + price.byte_weight * edge.bytes
-            attributes = self.graph[edge.tail][edge.head]
-            attributes["capacity"] = min(big, attributes["capacity"] + capacity)
-        self.graph.graph["inf"] = big * (1 + len(self.edges))  # networkx stops there; no flow is as large
+    def _parts(self, edges: Sequence[_Edge]) -> list[_Part]:
+        """The components, in the order of their first values."""
+        root = _components_of(edges)
+        edges_of: dict[int, list[_Edge]] = {}
+        for edge in edges:
+            edges_of.setdefault(root[edge.head if edge.tail == SOURCE else edge.tail], []).append(edge)
+        fed = {root[edge.head] for edge in edges if edge.tail == SOURCE}  # nothing else can be on the source's side
+        needs: dict[int, list[tuple[int, int]]] = {place: [] for place in fed}
+        redoes: dict[int, list[tuple[int, int]]] = {place: [] for place in fed}
+        for found, nodes in ((needs, self.need), (redoes, self.redo)):
+            for index, node in sorted(nodes.items()):
+                if root.get(node) in fed:
+                    found[root[node]].append((index, node))
+        numbers: dict[Hashable, int] = {}
+        parts = []
+        for place in sorted(fed):
+            key = _relative(edges_of[place], needs[place], redoes[place])
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                self.kinds.append(_Kind(*key))
+            parts.append(_Part(numbers[key], tuple(i for i, _ in needs[place]), tuple(i for i, _ in redoes[place])))
+        return parts
 
     def _name_flow_nodes(self) -> None:
-        readers = self._single_readers()
-        for index in sorted(_reachable(self.problem), reverse=True):
+        reached = reachable(self.problem)
+        readers = self._single_readers(reached)
+        for index in sorted(reached, reverse=True):
             if index in readers:
                 self.need[index] = self.redo[readers[index]]
             elif index not in self.need:
@@ -162,33 +184,171 @@ class Network:
             if value.recompute_ps is not None:
                 self.redo[index] = self.need[index] if value.save_ps is None else 2 * index + 1
 
-    def _single_readers(self) -> dict[int, int]:
+    def _single_readers(self, reached: set[int]) -> dict[int, int]:
         """Values that backward itself does not read and that exactly one recomputation does, with that one."""
-        readers: dict[int, set[int]] = {}
-        for index in _reachable(self.problem):
+        readers: dict[int, int] = {}
+        several: set[int] = set()
+        for index in reached:
             for source in self.problem[index].inputs if self.problem[index].recompute_ps is not None else ():
-                readers.setdefault(source, set()).add(index)
+                if readers.setdefault(source, index) != index:
+                    several.add(source)
         return {
-            source: next(iter(found))
-            for source, found in readers.items()
-            if len(found) == 1 and not self.problem[source].is_required
+            source: reader
+            for source, reader in readers.items()
+            if source not in several and not self.problem[source].is_required
         }
 
     def _edges(self) -> Iterator[_Edge]:
         for index, need in sorted(self.need.items()):
             value, redo = self.problem[index], self.redo.get(index, SINK)
             if value.is_required:
-                yield _Edge(SOURCE, need, 0, 0, is_infinite=True)
+                yield _Edge(SOURCE, need, 0, 0, True)
             if need != redo:
-                yield _Edge(need, redo, value.save_ps or 0, value.bytes, is_infinite=value.save_ps is None)
+                yield _Edge(need, redo, value.save_ps or 0, value.bytes, value.save_ps is None)
             if redo != SINK:
-                yield _Edge(redo, SINK, value.recompute_ps or 0, 0, is_infinite=False)
+                yield _Edge(redo, SINK, value.recompute_ps or 0, 0, False)
                 for source in value.inputs:
                     if self.need[source] != redo:
-                        yield _Edge(redo, self.need[source], 0, 0, is_infinite=True)
+                        yield _Edge(redo, self.need[source], 0, 0, True)
 
 
-def _reachable(problem: CutProblem) -> set[int]:
+class _Kind:
+    """Equal components of a network. Flow nodes are numbered from 0; ``needs[slot]`` is the node of the slot's value.
+
+    The cost of a cut is a line over the price of a byte, and the cheapest one is the lower envelope of those lines. So
+    where one cut is the answer at two prices, it is the answer at all prices between them.
+    """
+
+    def __init__(self, edges: tuple[_Edge, ...], needs: tuple[int, ...], redoes: tuple[int, ...]) -> None:
+        self.edges, self.needs, self.redoes = edges, needs, redoes
+        self.known: list[tuple[Fraction, _Answer]] = []  # by rising price of a byte
+        self.num_flows = 0
+
+    def solve(self, price: Price) -> _Answer:
+        """The cheapest cut at one price; among equals the smallest source side."""
+        byte_price = Fraction(price.byte_weight, price.time_weight)
+        at = bisect.bisect_left(self.known, byte_price, key=lambda known: known[0])
+        if at < len(self.known) and (self.known[at][0] == byte_price or self._is_answer_before(at)):
+            return self.known[at][1]
+        answer = self._flow(price)
+        self.known.insert(at, (byte_price, answer))
+        return answer
+
+    def _is_answer_before(self, at: int) -> bool:
+        return at > 0 and self.known[at - 1][1] == self.known[at][1]
+
+    def _flow(self, price: Price) -> _Answer:
+        self.num_flows += 1
+        network = self._residual(price)
+        residual = boykov_kolmogorov(network, SOURCE, SINK, residual=network)
+        side = _source_side(residual)
+        cut = [edge for edge in self.edges if edge.tail in side and edge.head not in side]
+        answer = _Answer(
+            needs=tuple(slot for slot, node in enumerate(self.needs) if node in side),
+            redoes=tuple(slot for slot, node in enumerate(self.redoes) if node in side),
+            time_ps=sum(edge.time_ps for edge in cut),
+            bytes=sum(edge.bytes for edge in cut),
+        )
+        cost, flow = _cost(answer.time_ps, answer.bytes, price), residual.graph["flow_value"]
+        if cost != flow or any(edge.is_infinite for edge in cut):
+            raise AssertionError(f"the partition costs {cost}, the flow is {flow}")
+        return answer
+
+    def _residual(self, price: Price) -> nx.DiGraph:
+        finite = sum(_cost(edge.time_ps, edge.bytes, price) for edge in self.edges)
+        network = nx.DiGraph()
+        network.graph["inf"] = (1 + finite) * (1 + len(self.edges))  # networkx stops there; no flow is as large
+        network.add_nodes_from((SOURCE, SINK))
+        for edge in self.edges:
+            if not network.has_edge(edge.tail, edge.head):
+                network.add_edge(edge.tail, edge.head, capacity=0, flow=0)
+                network.add_edge(edge.head, edge.tail, capacity=0, flow=0)
+            capacity = 1 + finite if edge.is_infinite else _cost(edge.time_ps, edge.bytes, price)
+            network[edge.tail][edge.head]["capacity"] += capacity
+        return network
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Which slots of a component are on the source's side, and what the cut through it adds up to."""
+
+    needs: tuple[int, ...]
+    redoes: tuple[int, ...]
+    time_ps: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A component: the number of its kind, and the value in each slot."""
+
+    kind: int
+    needs: tuple[int, ...]
+    redoes: tuple[int, ...]
+
+
+def _infinitely_far(edges: Sequence[_Edge]) -> frozenset[int]:
+    """The flow nodes that infinite edges lead to from the source, the source among them."""
+    heads: dict[int, list[int]] = {}
+    for edge in edges:
+        if edge.is_infinite:
+            heads.setdefault(edge.tail, []).append(edge.head)
+    found, stack = {SOURCE}, [SOURCE]
+    while stack:
+        for head in heads.get(stack.pop(), ()):
+            if head not in found:
+                found.add(head)
+                stack.append(head)
+    return frozenset(found)
+
+
+def _opened(edges: Sequence[_Edge], settled: frozenset[int]) -> tuple[list[_Edge], list[_Edge]]:
+    """The edges that are still open, with the source for all that is on its side in any case, and those that are always
+    cut. Edges that never cost anything are left out: they tie nothing together."""
+    opened, cut = [], []
+    for edge in edges:
+        if edge.head in settled or not (edge.is_infinite or edge.time_ps or edge.bytes):
+            continue
+        if edge.tail not in settled:
+            opened.append(edge)
+        elif edge.head == SINK:
+            cut.append(edge)
+        else:
+            opened.append(edge._replace(tail=SOURCE))
+    return opened, cut
+
+
+def _components_of(edges: Sequence[_Edge]) -> dict[int, int]:
+    """The smallest flow node of the component of each flow node."""
+    root: dict[int, int] = {}
+
+    def find(node: int) -> int:
+        while root.setdefault(node, node) != node:
+            root[node] = root[root[node]]
+            node = root[node]
+        return node
+
+    for edge in edges:
+        ends = [find(node) for node in (edge.tail, edge.head) if node not in (SOURCE, SINK)]
+        root[max(ends)] = min(ends)
+    return {node: find(node) for node in list(root)}
+
+
+def _relative(
+    edges: Sequence[_Edge], needs: Sequence[tuple[int, int]], redoes: Sequence[tuple[int, int]]
+) -> tuple[tuple[_Edge, ...], tuple[int, ...], tuple[int, ...]]:
+    """A component with its flow nodes numbered in their order, so that equal ones are equal."""
+    nodes = sorted({node for edge in edges for node in (edge.tail, edge.head)} - {SOURCE, SINK})
+    number = {node: place for place, node in enumerate(nodes)}
+    number.update({SOURCE: SOURCE, SINK: SINK})
+    return (
+        tuple(edge._replace(tail=number[edge.tail], head=number[edge.head]) for edge in edges),
+        tuple(number[node] for _, node in needs),
+        tuple(number[node] for _, node in redoes),
+    )
+
+
+def reachable(problem: CutProblem) -> set[int]:
     """The values that backward can come to need at all."""
     found: set[int] = set()
     stack = [index for index, value in enumerate(problem) if value.is_required]
@@ -361,23 +521,32 @@ def _slope(left: Cut, right: Cut) -> Price:
 
 
 def _value(cut: Cut, price: Price) -> int:
-    return price.time_weight * cut.time_ps + price.byte_weight * cut.saved_bytes
+    return _cost(cut.time_ps, cut.saved_bytes, price)
 
 
-def between(problem: CutProblem, fast: Cut, small: Cut) -> tuple[Cut, ...]:
-    """The cuts between two neighbours of the hull.
+def _cost(time_ps: int, num_bytes: int, price: Price) -> int:
+    return price.time_weight * time_ps + price.byte_weight * num_bytes
+
+
+def between(problem: CutProblem, fast: Cut, small: Cut, most: int) -> tuple[Cut, ...]:
+    """At most ``most`` of the cuts between two neighbours of the hull, evenly spaced.
 
     Where the neighbours differ, the difference falls apart into components that share no finite edge, so each can be
     taken from either side (identical layers are such components). The first layers of forward switch first: their
     values are recomputed at the end of backward, when little else is alive.
     """
     points = []
-    need, redo = fast.need | _free(problem, fast, small), fast.redo
-    for component in _components(problem, fast, small):
-        need = (need - component.need) | (component.need & small.need)
-        redo = (redo - component.redo) | (component.redo & small.redo)
-        points.append(cut_of(problem, need, redo))
-    return tuple(points[:-1])
+    need, redo = set(fast.need | _free(problem, fast, small)), set(fast.redo)
+    components = _components(problem, fast, small)[:-1]
+    every = -(-len(components) // most) or 1
+    for number, component in enumerate(components, start=1):
+        need -= component.need - small.need
+        need |= component.need & small.need
+        redo -= component.redo - small.redo
+        redo |= component.redo & small.redo
+        if number % every == 0:
+            points.append(cut_of(problem, frozenset(need), frozenset(redo)))
+    return tuple(points)
 
 
 def _free(problem: CutProblem, fast: Cut, small: Cut) -> frozenset[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .cut import Cut, CutProblem, Network, cut_of
+from .cut import Cut, CutProblem, cut_of, reachable
 from .memory import MemoryModel
 
 # Up to so many values that may be both saved and recomputed are tried: 2^14 decisions at the very worst.
@@ -17,7 +17,7 @@ MAX_DECIDABLE = 14
 
 def decidable(problem: CutProblem) -> tuple[int, ...]:
     """The values that may be saved and may be recomputed, and that anything depends on."""
-    needed = Network(problem).need
+    needed = reachable(problem)
     return tuple(
         i for i, v in enumerate(problem) if i in needed and v.save_ps is not None and v.recompute_ps is not None
     )

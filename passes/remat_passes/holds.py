@@ -8,19 +8,24 @@ a replay of the whole step (memory.py), so the chain knows fusion, gradients and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from .blocks import Blocks, blocks
 from .chain import ChainBlock, Option
-from .cut import Cut, CutProblem, coarse_sweep, keeping
+from .cut import Cut, CutProblem, coarse_sweep, cut_of_saved, keeping
 from .joint import JointGraph, Side
 from .memory import MemoryModel
 from .narrow import narrow_points
-from .ops import OpKind
+from .ops import OpKind, reduces_outer
 
 # Every narrow point is kept, every second one, and so on: blocks of up to that many at a time are held as one.
 STRIDES = (1, 2, 4, 8)
+
+# Decisions are replayed one by one as long as that takes no more than so many values, each about 10 us: a second. Where
+# it takes more, runs of different decisions are replayed side by side, and equal ones once.
+REPLAYED_VALUES = 104_000
+FEWEST_REPLAYS = 4
 
 # Points at which a chain can be cut; with more, the table of chain.py would take longer than all else.
 MAX_BOUNDARIES = 127
@@ -47,22 +52,34 @@ def holds(joint: JointGraph, problem: CutProblem, model: MemoryModel, points: Se
         max_cuts: bounds the work for each stride (see ``cut.sweep``).
     """
     chain = blocks(joint, points)
-    options: list[list[Option]] = [[] for _ in range(chain.num_blocks)]
+    runs: list[list[_Run]] = []  # of each decision
     always_saved: frozenset[int] | None = None
-    largest_bytes = 0
+    look = _Look(joint, chain)
     for stride in STRIDES:
         kept = points[stride - 1 :: stride]
         if not kept:
             break
         vertices = coarse_sweep(keeping(problem, kept), max_cuts).vertices
-        for cut in vertices:
-            held_bytes = 0
-            for first, option in _options(joint, problem, model, chain, kept, cut):
-                options[first].append(option)
-                largest_bytes = max(largest_bytes, held_bytes + max(option.peak_bytes, option.forward_peak_bytes))
-                held_bytes += option.held_bytes
+        runs += [_runs(problem, chain, look, kept, cut) for cut in vertices]
         if always_saved is None:
             always_saved = frozenset(i for i in vertices[0].saved if chain.block_of[i] is None)
+    most = max(FEWEST_REPLAYS, REPLAYED_VALUES // len(joint.values))
+    replays = runs if len(runs) <= most else _packed(runs, chain.num_blocks, most)
+    measured: dict[Hashable, _Measured] = {}
+    gradients = _later_gradients(joint, model, chain)
+    for replay in replays:
+        measured.update(_measure(joint, problem, model, chain, always_saved or frozenset(), replay))
+    options: list[list[Option]] = [[] for _ in range(chain.num_blocks)]
+    largest_bytes = 0
+    for part in runs:
+        held_bytes = 0
+        for run in part:
+            found = measured.get(run.key)
+            if found is not None:
+                option = _option(run, found, gradients)
+                options[run.first].append(option)
+                largest_bytes = max(largest_bytes, held_bytes + max(option.peak_bytes, option.forward_peak_bytes))
+            held_bytes += run.held_bytes
     passes = _pass_times(joint, problem, chain)
     return Holds(
         chain,
@@ -96,10 +113,74 @@ def boundaries(joint: JointGraph, problem: CutProblem) -> tuple[int, ...]:
     return tuple(kept[step - 1 :: step])
 
 
-def _options(
-    joint: JointGraph, problem: CutProblem, model: MemoryModel, chain: Blocks, kept: Sequence[int], cut: Cut
-) -> Iterable[tuple[int, Option]]:
-    """What each run of blocks between two kept points holds in a decision, with its first block."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The blocks between two kept points under one decision. Runs with equal keys look the same from the inside."""
+
+    first: int
+    span: int
+    held: frozenset[int]
+    held_bytes: int
+    extra_ps: int
+    key: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """The peaks of one run, less what is there anyway and what earlier runs hold, and where they were measured."""
+
+    end: int  # the block behind the run
+    forward_bytes: int
+    backward_bytes: int
+
+
+class _Look:
+    """What the blocks of a graph look like, so that equal ones are measured once."""
+
+    def __init__(self, joint: JointGraph, chain: Blocks) -> None:
+        self.members: list[list[int]] = [[] for _ in range(chain.num_blocks)]
+        place: dict[int, int] = {}
+        for index, block in enumerate(chain.block_of):
+            if block is not None:
+                place[index] = len(self.members[block])
+                self.members[block].append(index)
+        numbers: dict[Hashable, int] = {}
+        self.number_of: list[int] = []  # equal for equal blocks
+        outputs = {joint.values[i].base for i in (*joint.forward_outputs, *joint.backward_outputs)}
+        for block, members in enumerate(self.members):
+
+            def seen(index: int, block: int = block) -> Hashable:
+                other = chain.block_of[index]
+                return joint.values[index].sizes if other is None else (other - block, place[index])
+
+            looks = tuple(
+                (
+                    (value := joint.values[i]).op,
+                    value.side,
+                    value.sizes,
+                    value.dtype,
+                    value.bytes,
+                    i in outputs,
+                    value.kind is OpKind.REDUCTION and reduces_outer(joint.nodes[i]),
+                    tuple(seen(operand) for operand in value.inputs),
+                )
+                for i in members
+            )
+            self.number_of.append(numbers.setdefault(looks, len(numbers)))
+
+    def key(self, first: int, span: int, decided: bytearray) -> Hashable:
+        """The blocks from ``first`` on with what is decided of each of their values."""
+        return (
+            tuple(self.number_of[first : first + span]),
+            bytes(decided[i] for members in self.members[first : first + span] for i in members),
+        )
+
+
+_SAVED, _REDONE = 1, 2
+
+
+def _runs(problem: CutProblem, chain: Blocks, look: _Look, kept: Sequence[int], cut: Cut) -> list[_Run]:
+    """What each run of blocks between two kept points holds in a decision."""
     number = {point: k for k, point in enumerate(chain.boundaries)}
     starts = [0, *(number[point] + 1 for point in kept)]
     spans = [end - start for start, end in itertools.pairwise([*starts, chain.num_blocks])]
@@ -107,27 +188,95 @@ def _options(
     reads = {point: run + 1 for run, point in enumerate(kept)}  # a kept point is held by the run that reads it
     held: list[set[int]] = [set() for _ in starts]
     extra_ps = [0] * len(starts)
-    for index in cut.saved | cut.redo:
+    decided = bytearray(len(problem))
+    saved = cut.saved
+    for index in saved | cut.redo:
+        decided[index] = _SAVED if index in saved else _REDONE
         block = chain.block_of[index]
         if block is None:
             continue
         run = reads.get(index, run_of[block])
-        extra_ps[run] += (problem[index].save_ps if index in cut.saved else problem[index].recompute_ps) or 0
-        held[run].update([index] if index in cut.saved else [])
-    held_bytes = [sum(problem[i].bytes for i in values) for values in held]
-    forward, backward = _peaks(joint, model, chain, run_of, held_bytes, cut)
-    for run, first in enumerate(starts):
-        yield (
-            first,
-            Option(
-                span=spans[run],
-                held=frozenset(held[run]),
-                held_bytes=held_bytes[run],
-                extra_ps=extra_ps[run],
-                peak_bytes=backward[run],
-                forward_peak_bytes=forward[run],
-            ),
+        extra_ps[run] += (problem[index].save_ps if index in saved else problem[index].recompute_ps) or 0
+        held[run].update([index] if index in saved else [])
+    return [
+        _Run(
+            first=first,
+            span=spans[run],
+            held=frozenset(held[run]),
+            held_bytes=sum(problem[i].bytes for i in held[run]),
+            extra_ps=extra_ps[run],
+            key=look.key(first, spans[run], decided),
         )
+        for run, first in enumerate(starts)
+    ]
+
+
+def _packed(decisions: Sequence[Sequence[_Run]], num_blocks: int, most: int) -> list[list[_Run]]:
+    """Runs of different decisions side by side, so that ``most`` replays of the whole step measure as many kinds of
+    them as they can: kinds with many runs first, and of those with one the fastest and the smallest."""
+    kinds: dict[Hashable, list[tuple[int, _Run]]] = {}
+    for at, decision in enumerate(decisions):
+        for run in decision:
+            kinds.setdefault(run.key, []).append((min(at, len(decisions) - 1 - at), run))
+    rows: list[list[_Run | None]] = [[None] * num_blocks for _ in range(most)]
+    for found in sorted(kinds.values(), key=lambda found: (-len(found), found[0][0])):
+        nearest = sorted((run for _, run in found), key=lambda run: abs(2 * run.first + run.span - num_blocks))
+        _place(rows, nearest)
+    filler = {run.first: run for run in decisions[0]}  # the first stride holds each block by itself
+    packed = []
+    for row in rows:
+        if any(row):
+            held = [row[block] or filler[block] for block in range(num_blocks)]
+            packed.append(list(dict.fromkeys(held)))
+    return packed
+
+
+def _place(rows: Sequence[list[_Run | None]], runs: Sequence[_Run]) -> None:
+    """Put one of the runs into the first row that has room for it."""
+    for row in rows:
+        for run in runs:
+            if not any(row[run.first : run.first + run.span]):
+                row[run.first : run.first + run.span] = [run] * run.span
+                return
+
+
+def _measure(
+    joint: JointGraph,
+    problem: CutProblem,
+    model: MemoryModel,
+    chain: Blocks,
+    always_saved: frozenset[int],
+    runs: Sequence[_Run],
+) -> dict[Hashable, _Measured]:
+    """Replay the step in which each run of blocks holds what it names."""
+    cut = cut_of_saved(problem, always_saved.union(*(run.held for run in runs)))
+    run_of = [number for number, run in enumerate(runs) for _ in range(run.span)]
+    forward, backward = _peaks(joint, model, chain, run_of, [run.held_bytes for run in runs], cut)
+    return {
+        run.key: _Measured(run.first + run.span, forward[number], backward[number]) for number, run in enumerate(runs)
+    }
+
+
+def _option(run: _Run, measured: _Measured, gradients: Sequence[int]) -> Option:
+    """The run as an option; what it was measured as may stand elsewhere, with more or fewer gradients made before."""
+    return Option(
+        span=run.span,
+        held=run.held,
+        held_bytes=run.held_bytes,
+        extra_ps=run.extra_ps,
+        peak_bytes=measured.backward_bytes + gradients[run.first + run.span] - gradients[measured.end],
+        forward_peak_bytes=measured.forward_bytes,
+    )
+
+
+def _later_gradients(joint: JointGraph, model: MemoryModel, chain: Blocks) -> list[int]:
+    """Bytes of the gradients that the blocks from each one on hand out."""
+    made = [0] * (chain.num_blocks + 1)
+    for index in {joint.values[i].base for i in joint.backward_outputs} - model.inputs:
+        block = chain.block_of[index]
+        if block is not None:
+            made[block] += model.sizes[index]
+    return list(itertools.accumulate(reversed(made)))[::-1]
 
 
 def _peaks(

@@ -113,11 +113,11 @@ class JointGraph:
     @cached_property
     def views(self) -> dict[int, tuple[Value, ...]]:
         """The views of each storage."""
-        found: dict[int, tuple[Value, ...]] = {}
+        found: dict[int, list[Value]] = {}
         for value in self.values:
             if value.base != value.index:
-                found[value.base] = (*found.get(value.base, ()), value)
-        return found
+                found.setdefault(value.base, []).append(value)
+        return {base: tuple(views) for base, views in found.items()}
 
     @cached_property
     def backward_values(self) -> tuple[int, ...]:

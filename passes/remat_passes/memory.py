@@ -11,7 +11,9 @@ is estimated). Under Inductor, work is replayed by kernel:
     storage of an operand of the same size that dies there and that the kernel reads for nothing else but what the
     result is computed from (torch/_inductor/scheduler.py, ``decide_inplace_update``);
 (4) sums over the first axis that share a large operand run as one kernel, where the last of them can run;
-(5) a convolution reads a channels-last copy of a concatenation.
+(5) a convolution reads a channels-last copy of a concatenation and of an input in the plain layout, and forward hands
+    the copies of inputs to backward in their place;
+(6) a matrix product that is only added to something runs as one kernel with the sum, and not before it.
 
 With ``fuses=False`` (the eager lowering) each op is a kernel, and nothing is taken over.
 """
@@ -24,12 +26,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
 from .cut import Cut
-from .joint import JointGraph, Role
+from .joint import JointGraph, Role, Value
 from .ops import FUSIBLE, OpKind, op_name, reduces_outer
 from .schedule import Schedule, schedule
+from .workspace import (
+    ATTENTION,
+    GEMMS,
+    HALF_PRECISION,
+    Layout,
+    attention_backward_bytes,
+    attention_bytes,
+    channels_last,
+    contiguous,
+    convolution_bytes,
+    gemm_bytes,
+)
 
 # A pointwise result with more reads than this is written by Inductor once several readers want it
 # (torch/_inductor/config.py, ``realize_reads_threshold``).
@@ -43,14 +55,9 @@ FUSION_DISTANCE = 64
 # asked), CUDA rounds to 512 bytes (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``).
 BLOCK_BYTES = {"cpu": 1, "cuda": 512}
 
-# What ATen's CPU ops allocate besides their results, in multiples of their largest operand or result: ``prims.fma`` is
-# a product and a sum, and oneDNN reorders a convolution's operands (measured in tests/test_memory_model.py).
-EAGER_WORKSPACE = {"fma": 1, "convolution": 1, "convolution_backward": 2}
-# The same under Inductor, which hands convolutions and GEMMs to ATen and oneDNN: backward of a convolution and a GEMM
-# in half precision reorder one operand (benchmarks/projection.py and tests/test_inductor.py).
-CPU_WORKSPACE = {"convolution_backward": 1}
-GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-HALF_PRECISION = (torch.bfloat16, torch.float16)
+# ``prims.fma`` under the eager lowering is a product and a sum: one copy of its largest operand besides its result
+# (measured in tests/test_memory_model.py).
+EAGER_COPIES = frozenset({"fma"})
 COPY_SUFFIX = " (copy)"  # how a projection names the copy of a value
 PROMOTING = frozenset({"add", "sub", "mul", "div"})
 
@@ -95,6 +102,9 @@ class MemoryModel:
     joint: JointGraph
     fuses: bool
     already_allocated_bytes: int | None = None  # None: parameters, buffers and inputs
+    num_threads: int = 1  # that CPU kernels run on: some of their workspaces are per thread
+    is_body: bool = False  # of a loop: its tangents (the accumulators) are there from the start, and not written into
+    called_bytes: Mapping[int, int] = field(default_factory=dict)  # what each call of a body takes above its start
 
     @cached_property
     def _block(self) -> int:
@@ -147,6 +157,98 @@ class MemoryModel:
         return frozenset(i for i, name in enumerate(self.names) if name.startswith("convolution"))
 
     @cached_property
+    def sums_of_products(self) -> Mapping[int, tuple[int, ...]]:
+        """(6) Of each sum, the products that Inductor may compute together with it, the one that it prefers first
+        (torch/_inductor/fx_passes/post_grad.py, ``addmm`` and ``is_valid_addmm_fusion``)."""
+        if not self.fuses:
+            return {}
+        found = {}
+        for value in self.joint.values:
+            if self.names[value.index] != "add" or len(value.inputs) != 2 or self._prefers_pointwise(value):
+                continue
+            operands = [self.joint.values[i] for i in reversed(value.inputs)]
+            pairs = ((product, other) for product, other in (operands, reversed(operands)))
+            products = tuple(product.index for product, other in pairs if self._is_addmm(product, other))
+            if products:
+                found[value.index] = products
+        return found
+
+    def _is_addmm(self, product: Value, other: Value) -> bool:
+        if self.names[product.index] != "mm" or other.dtype is not product.dtype or len(other.sizes) > 2:
+            return False
+        sizes = zip(reversed(other.sizes), reversed(product.sizes), strict=False)
+        return all(own in (1, wanted) for own, wanted in sizes)
+
+    def _prefers_pointwise(self, value: Value) -> bool:
+        """On a GPU a sum that only pointwise ops read is left to them (``should_prefer_unfused_addmm``)."""
+        if self.joint.device_type == "cpu" or value.index in (
+            *self.joint.forward_outputs,
+            *self.joint.backward_outputs,
+        ):
+            return False
+        return all(self.kinds[user] is OpKind.POINTWISE for user in value.users)
+
+    @cached_property
+    def workspaces(self) -> tuple[int, ...]:
+        """What each op allocates for itself while it runs, in bytes; 0 for Inductor's own kernels."""
+        return tuple(self._workspace_bytes(value) for value in self.joint.values)
+
+    def _workspace_bytes(self, value: Value) -> int:
+        if self.joint.device_type != "cpu" or value.kind in (OpKind.INPUT, OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC):
+            return 0
+        name = self.names[value.index]
+        operands = [self.joint.values[i] for i in value.inputs]
+        sizes = [self.sizes[operand.base] for operand in operands]
+        touched = [self.sizes[value.index], *(self.sizes[i] for i in self._parts.get(value.index, ())), *sizes]
+        dtype = operands[0].dtype if operands else None
+        if dtype is not None and name in ("convolution", "convolution_backward"):
+            layouts = [self._convolved(operand) for operand in operands[: 3 if name.endswith("backward") else 2]]
+            output_numel = layouts[0].numel if len(layouts) == 3 else value.numel
+            return convolution_bytes(layouts, output_numel, dtype, self.num_threads)
+        if dtype is not None and name == ATTENTION:
+            query, key = (self._layout(operand) for operand in operands[:2])
+            return attention_bytes(query, key, dtype, self.num_threads)
+        if dtype is not None and name == f"{ATTENTION}_backward":
+            gradient, query, key = (self._layout(operand) for operand in operands[:3])
+            return attention_backward_bytes(gradient, query, key, dtype, self.num_threads)
+        if name in GEMMS and value.dtype in HALF_PRECISION:
+            row = operands[1 if name in ("addmm", "baddbmm") else 0].sizes[-1]
+            return gemm_bytes(row, max(touched), self.num_threads)
+        if self.fuses:
+            return 0
+        return (max(touched) if name in EAGER_COPIES else 0) + self._promoted_bytes(value)
+
+    def _layout(self, value: Value) -> Layout:
+        """The layout that the graph was traced with."""
+        strides = self.joint.nodes[value.index].meta["val"].stride()
+        is_known = all(isinstance(stride, int) for stride in strides)
+        return Layout(value.sizes, tuple(strides)) if is_known else contiguous(value.sizes)
+
+    def _convolved(self, value: Value) -> Layout:
+        """Inductor hands convolutions what is channels-last (torch/_inductor/graph.py, ``decide_layout_opt``)."""
+        return channels_last(value.sizes) if self.fuses else self._layout(value)
+
+    def _promoted_bytes(self, value: Value) -> int:
+        """The copy that ATen's CPU arithmetic makes of a mask or of integers that it combines with floats."""
+        if self.names[value.index] not in PROMOTING or not value.is_float or value.dtype is None:
+            return 0
+        operands = (self.joint.values[i] for i in value.inputs)
+        return sum(o.numel * value.dtype.itemsize for o in operands if o.dtype is not None and not o.is_float)
+
+    @cached_property
+    def plain_images(self) -> frozenset[int]:
+        """Inputs that Inductor would copy to be channels-last (torch/_inductor/graph.py, ``run_node``)."""
+        if not self.fuses or self.joint.device_type != "cpu":
+            return frozenset()
+        images = (self.joint.values[i] for i in self.inputs if len(self.joint.values[i].sizes) == 4)
+        return frozenset(value.index for value in images if not self._is_channels_last(value))
+
+    def _is_channels_last(self, value: Value) -> bool:
+        """Dimensions of size 1 have no place in the order."""
+        wanted, own = channels_last(value.sizes).strides, self._layout(value).strides
+        return all(size == 1 or a == b for size, a, b in zip(value.sizes, wanted, own, strict=True))
+
+    @cached_property
     def kinds(self) -> tuple[OpKind, ...]:
         return tuple(value.kind for value in self.joint.values)
 
@@ -167,6 +269,11 @@ class MemoryModel:
         return sum(
             self.sizes[i] for i in {self.joint.values[i].base for i in self.joint.backward_outputs} - self.inputs
         )
+
+    @cached_property
+    def tangent_bytes(self) -> int:
+        """What backward is handed beside what forward saves."""
+        return sum(self.sizes[value.index] for value in self.joint.values if value.role is Role.TANGENT)
 
     @cached_property
     def _reads(self) -> tuple[tuple[int, ...], ...]:
@@ -193,16 +300,36 @@ class MemoryModel:
         copies = cut.saved & self.joint.mutated_inputs
         held = self.baseline_bytes + sum(self.sizes[i] for i in copies)
 
-        forward = _Replay(self, order.forward, outputs | kept, {}, held, is_backward=False)
-        entering = dict.fromkeys((kept - outputs) | tangents, 0)
-        held += sum(self.sizes[i] for i in outputs - self.inputs)
-        backward = _Replay(self, order.backward, gradients, entering, held, is_backward=True)
+        early = self.tangent_bytes if self.is_body else 0
+        held += early
+        reordered = self._reordered(order.forward)
+        handed_on = {-1 - i for i in reordered & cut.saved}
+        forward = _Replay(
+            self, order.forward, outputs | kept | handed_on, {}, held, set(), reordered, is_backward=False
+        )
+        entering = dict.fromkeys((kept - outputs) | tangents | handed_on, 0)
+        held += sum(self.sizes[i] for i in outputs - self.inputs) - early
+        scalars = {i for i in tangents if not values[i].shape}  # Tensor.backward makes them, and holds them to the end
+        backward = _Replay(
+            self, order.backward, gradients | scalars, entering, held, kept, reordered & cut.saved, is_backward=True
+        )
         peak = max(forward.run(), backward.run(), key=lambda found: found[0])
         return Projection(
             timeline=(*forward.timeline, *backward.timeline),
             peak_bytes=peak[0],
             peak_values=self._named(peak[1] | (outputs if peak[2] else set()) - self.inputs),
         )
+
+    def _reordered(self, order: Sequence[int]) -> frozenset[int]:
+        """(5) The inputs that are copied: a convolution reads them, or what is computed from them
+        (torch/_inductor/graph.py, ``find_nodes_prefer_channels_last``)."""
+        if not self.plain_images:
+            return frozenset()
+        wanted: set[int] = set()
+        for index in reversed(order):
+            if index in wanted or self.names[index] == "convolution":
+                wanted.update(self.joint.values[index].inputs)
+        return self.plain_images & wanted
 
     def _named(self, alive: Iterable[int]) -> tuple[tuple[str, int], ...]:
         """Values with bytes, largest first; everything held before the step stands first as one entry."""
@@ -222,15 +349,19 @@ class _Replay:
         outputs: set[int],
         entering: Mapping[int, int],
         held_bytes: int,
+        saved: set[int],
+        reordered: frozenset[int],
         *,
         is_backward: bool,
     ) -> None:
         self.model, self.order, self.outputs, self.is_backward = model, order, outputs, is_backward
-        self.entering, self.held_bytes = entering, held_bytes
+        self.entering, self.held_bytes, self.saved = entering, held_bytes, saved
+        self.reordered = reordered
         self.timeline: list[Instant] = []
         self.kernels: list[_Kernel] = []
         self.kernel_of: dict[int, int] = {}
         self.leaves: dict[int, tuple[int, ...]] = {}
+        self.product_of: dict[int, int] = {}  # of each sum that runs as one kernel with a product
         self.made_from: dict[int, set[int]] = {}  # what a result is computed from inside of its kernel
         self.read_by: dict[int, list[int]] = defaultdict(list)  # the kernels that read each storage
 
@@ -243,16 +374,40 @@ class _Replay:
 
     def _cut_into_kernels(self) -> None:
         consumers = self._consumers()
+        self.product_of = self._merged()
+        products = set(self.product_of.values())
+        if self.reordered and not self.is_backward:
+            self._copy_inputs()
         kinds = self.model.kinds
         for index in self.order:
             kind = kinds[index]
             if kind in (OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC, OpKind.INPUT):
                 continue
             leaves = self._leaf_reads(index)
-            if self.model.fuses and kind in FUSIBLE and not self._is_written(index, consumers[index], leaves):
+            is_fusible = self.model.fuses and kind in FUSIBLE and index not in self.product_of
+            if index in products or (is_fusible and not self._is_written(index, consumers[index], leaves)):
                 self.leaves[index] = leaves
                 continue
             self._place(index, leaves)
+
+    def _merged(self) -> dict[int, int]:
+        """(6) The product that each sum is computed together with: one that nothing else in this graph reads."""
+        in_order = set(self.order)
+        found: dict[int, int] = {}
+        for index, products in self.model.sums_of_products.items():
+            if index not in in_order:
+                continue
+            alone = (
+                p
+                for p in products
+                if p in in_order
+                and p not in self.outputs
+                and not any(user in in_order for user in self.model.joint.values[p].users if user != index)
+            )
+            product = next(alone, None)
+            if product is not None:
+                found[index] = product
+        return found
 
     def _consumers(self) -> dict[int, list[int]]:
         consumers: dict[int, list[int]] = defaultdict(list)
@@ -267,20 +422,20 @@ class _Replay:
         """The written storages that the op reads once what is computed on the fly is seen through."""
         found: dict[int, None] = {}
         for read in self.model._reads[index]:
-            found.update(dict.fromkeys(self.leaves.get(read, (read,))))
+            found.update(dict.fromkeys(self.leaves.get(read, (-1 - read if read in self.reordered else read,))))
         return tuple(found)
 
     def _is_written(self, index: int, consumers: Sequence[int], leaves: Sequence[int]) -> bool:
         kinds = self.model.kinds
         if index in self.outputs or kinds[index] is OpKind.REDUCTION or index in self.model._parts:
             return True
-        if any(kinds[c] is OpKind.EXTERN or kinds[c] is OpKind.EFFECT for c in consumers):
+        if any(kinds[c] in (OpKind.EXTERN, OpKind.EFFECT) or c in self.product_of for c in consumers):
             return True
         return len(consumers) > 1 and len(leaves) > REALIZE_READS
 
     def _place(self, index: int, leaves: Sequence[int]) -> None:
         """Give a written result a kernel: one that it fuses with, or a new one."""
-        fuses = self.model.fuses and self.model.kinds[index] in FUSIBLE
+        fuses = self.model.fuses and self.model.kinds[index] in FUSIBLE and index not in self.product_of
         domain, is_sum = self.model.domains[index], index in self.model.outer
         after = {self.kernel_of[leaf] for leaf in leaves if leaf in self.kernel_of}
         repetition = self.model.joint.values[index].repetition
@@ -298,17 +453,26 @@ class _Replay:
             kernel.reads.setdefault(leaf, []).append(index)
             self.read_by[leaf].append(place)
         for result in (index, *self.model._parts.get(index, ())):
+            if result in self.saved:
+                # Computed again with the op's other results, beside the one that was saved and that all readers take.
+                kernel.results += [] if fuses else [-1 - result]
+                continue
             kernel.results.append(result)
             self.kernel_of[result] = place
         if self.model.fuses and index in self.model.convolutions:
             self._copy_operands(place, leaves)
+
+    def _copy_inputs(self) -> None:
+        copies = [-1 - i for i in sorted(self.reordered)]
+        self.kernels.append(_Kernel(lead=min(self.reordered), fuses=True, results=copies))
+        self.kernel_of.update(dict.fromkeys(copies, 0))
 
     def _copy_operands(self, place: int, leaves: Sequence[int]) -> None:
         """(5) A convolution reads a channels-last copy of a concatenation, whose parts are written in the plain layout;
         other results are written channels-last at once (torch/_inductor/graph.py, ``decide_layout_opt``)."""
         for leaf in leaves:
             producer = self.kernel_of.get(leaf)
-            if producer is None or self.model.names[leaf] != "cat":
+            if producer is None or leaf < 0 or self.model.names[leaf] != "cat":
                 continue
             copy = -1 - leaf
             if copy not in self.kernel_of:
@@ -318,19 +482,19 @@ class _Replay:
 
     def _owner(self, index: int) -> int:
         """The op that writes a storage: a part is written by the op that it is a part of."""
-        value = self.model.joint.values[index]
-        return value.inputs[0] if value.kind is OpKind.PART else index
+        value = self.model.joint.values[_original(index)]
+        return value.inputs[0] if value.kind is OpKind.PART else value.index
 
     def _size(self, index: int) -> int:
         """Bytes of a storage; a copy's are those of what it copies."""
-        return self.model.sizes[index if index >= 0 else -1 - index]
+        return self.model.sizes[_original(index)]
 
     def _fused_into(
         self, leaves: Sequence[int], domain: int, after: set[int], is_sum: bool, repetition: int
     ) -> int | None:
         """The kernel that makes the result's last operand, or one that shares a large operand and need not run before
         any of the others; the loops must be of one size. (4) Sums over the first axis fuse with one another only."""
-        large = [leaf for leaf in leaves if self.model.elements[leaf] == domain]
+        large = [leaf for leaf in leaves if self.model.elements[_original(leaf)] == domain]
         candidates = [] if is_sum or not after else [max(after)]
         sharing = {place for leaf in large for place in self.read_by[leaf]} - after
         candidates += sorted(sharing, key=lambda place: (self.kernels[place].reduces, place))
@@ -391,10 +555,14 @@ class _Replay:
             results = [r for r in kernel.results if self._is_allocated(r, last_use.get(r, -1), at, kernel.fuses)]
             dying = [r for r in kernel.reads if last_use[r] == at and r in alive and r not in self.outputs]
             taken = self._taken_over(kernel, results, dying) if kernel.fuses and dying and results else set()
+            before = now
             alive.update(results)
             now += sum(size(r) for r in results) - sum(size(r) for r in taken)
             alive.difference_update(taken)
-            highest = now + self._workspace_bytes(kernel)
+            highest = now + (0 if kernel.fuses else self._workspace_bytes(kernel.lead))
+            if kernel.lead in self.model.called_bytes:
+                after = now - sum(size(r) for r in dying)  # the body lets go of its operands as it goes
+                highest = max(before + self.model.called_bytes[kernel.lead], after)
             self.timeline.append(Instant(self.model.joint.values[kernel.lead].name, self.is_backward, highest))
             if highest > peak:
                 peak, at_peak = highest, set(alive)
@@ -404,28 +572,14 @@ class _Replay:
                 now -= size(dead)
         return peak, at_peak, self.is_backward
 
-    def _workspace_bytes(self, kernel: _Kernel) -> int:
-        """What an op allocates for itself while it runs; Inductor's own kernels do without."""
-        if kernel.fuses or self.model.joint.device_type != "cpu":
-            return 0
-        name = self.model.names[kernel.lead]
-        multiple = (CPU_WORKSPACE if self.model.fuses else EAGER_WORKSPACE).get(name, 0)
-        if name in GEMMS and self.model.joint.values[kernel.lead].dtype in HALF_PRECISION:
-            multiple = 1
-        touched = (*kernel.results, *kernel.reads)
-        promoted = 0 if self.model.fuses else self._promoted_bytes(kernel.lead)
-        return multiple * max((self._size(i) for i in touched), default=0) + promoted
-
-    def _promoted_bytes(self, index: int) -> int:
-        """The copy that ATen's CPU arithmetic makes of a mask or of integers that it combines with floats."""
-        value = self.model.joint.values[index]
-        if self.model.names[index] not in PROMOTING or not value.is_float or value.dtype is None:
-            return 0
-        operands = (self.model.joint.values[i] for i in value.inputs)
-        return sum(o.numel * value.dtype.itemsize for o in operands if o.dtype is not None and not o.is_float)
+    def _workspace_bytes(self, op: int) -> int:
+        return self.model.workspaces[self.product_of.get(op, op)]
 
     def _is_allocated(self, result: int, last_use: int, at: int, fuses: bool) -> bool:
         return not fuses or last_use != at or result in self.outputs
+
+    def _is_accumulator(self, index: int) -> bool:
+        return self.model.is_body and index >= 0 and self.model.joint.values[index].role is Role.TANGENT
 
     def _taken_over(self, kernel: _Kernel, results: Sequence[int], dying: Sequence[int]) -> set[int]:
         """Operands whose storage a result of the kernel takes over."""
@@ -435,9 +589,14 @@ class _Replay:
             if result < 0 or values[result].kind is not OpKind.POINTWISE:
                 continue
             for operand in dying:
-                same = self._size(operand) == self._size(result)
+                same = self._size(operand) == self._size(result) and not self._is_accumulator(operand)
                 others = set(kernel.reads[operand]) - self.made_from[result] - {result}
                 if same and operand not in taken and not others and result in kernel.reads[operand]:
                     taken.add(operand)
                     break
         return taken
+
+
+def _original(index: int) -> int:
+    """What a copy, whose number is negative, is a copy of."""
+    return index if index >= 0 else -1 - index

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from .batch import BatchAxes, Dependence
-from .batch_rules import PARTIAL, Alignment, Result, Split, alignments, tensor_operands, tensor_results
+from .batch_rules import ACCUMULATIONS, PARTIAL, Alignment, Result, Split, alignments, tensor_operands, tensor_results
 from .joint import JointGraph, Role, Side
 from .ops import OpKind, draws_from_generator, is_counter_random, op_name, schema_of
 from .random_at import random_at
@@ -142,11 +142,11 @@ class _Demand:
             elif isinstance(use, Split):
                 self.pending.append(("local", operand, use, level))
             else:
-                self._hand(operand, None, level)
+                self.pending.append(("local", operand, None, level))
         for other in set(value.inputs) - set(tensors):
             self._hand(other, None, level)
 
-    def _need_local(self, index: int, split: Split, level: int) -> None:
+    def _need_local(self, index: int, split: Split | None, level: int) -> None:
         made = Handed(index, split)
         if made in self.local[level]:
             return
@@ -180,8 +180,10 @@ def made_locally(joint: JointGraph, axes: BatchAxes, made: Handed) -> Alignment 
     """
     value, node, state = joint.values[made.value], joint.nodes[made.value], axes.states[made.value]
     simple = value.kind in (OpKind.FACTORY, OpKind.POINTWISE, OpKind.VIEW)
-    if state.dependence is not Dependence.SAME or not simple or draws_from_generator(node) or made.split is None:
+    if state.dependence is not Dependence.SAME or not simple or draws_from_generator(node):
         return None
+    if made.split is None:  # whole: a constant is made where it is needed, and everything else handed in
+        return Alignment((), (None,)) if value.kind is OpKind.FACTORY and not value.inputs else None
     if value.kind is OpKind.VIEW and node.target is operator.getitem:
         return None
     if is_counter_random(node):
@@ -197,7 +199,7 @@ def _is_first_axis(sizes: Sequence[int], split: Split) -> bool:
 # -- one op on a slice
 
 # Arguments that say how large the result is.
-_SIZES = frozenset("size shape sizes input_sizes self_size".split())
+_SIZES = frozenset("size shape sizes input_sizes input_size self_size".split())
 
 
 def local_arguments(
@@ -215,9 +217,27 @@ def local_arguments(
                 args[place] = local
             else:
                 kwargs[argument.name] = local
+    if op_name(node) == "repeat" and isinstance(split, Split):
+        args[1] = _local_repeats(node, cast("list[int]", args[1]), split, alignment.operands[0], length)
+    if op_name(node) in _COUNTS_SAMPLES and alignment.operands[0] is not None:
+        args[_COUNTS_SAMPLES[op_name(node)]] = alignment.operands[0].outer * length * alignment.operands[0].inner
     if op_name(node) == "slice" and alignment.operands[0] is not None:
         _localise_slice(node, args, alignment.operands[0], batch, length)
     return tuple(args), kwargs
+
+
+# Where an op is told the number of samples.
+_COUNTS_SAMPLES = {"native_group_norm": 3, "native_group_norm_backward": 5}
+
+
+def _local_repeats(
+    node: fx.Node, repeats: Sequence[int], split: Split, operand: Split | None, length: int
+) -> list[int]:
+    """An axis that is repeated from one element, or made anew, is as long as it is told to be."""
+    local = list(repeats)
+    if operand is None:
+        local[split.axis] = split.outer * length * split.inner
+    return local
 
 
 def _localise_slice(node: fx.Node, args: list[Any], split: Split, batch: int, length: int) -> None:
@@ -298,6 +318,9 @@ class _BodyBuilder:
         made: list[tuple[int, int, Handed | int]] = [(handed.value, 0, handed) for handed in loop.local]
         made += [(index, 1, index) for index in loop.inside]
         for index, _, key in sorted(made, key=lambda entry: entry[:2]):
+            if index in accumulators and self._adds_by_itself(index):
+                added[index] = self._added_into(accumulators[index], index)
+                continue
             self.env[key] = self._local(key) if isinstance(key, Handed) else self._inside(index)
             if key in accumulators:  # at once, so that no part of a sum waits for the end
                 added[index] = self._added(accumulators[index], index)
@@ -308,6 +331,7 @@ class _BodyBuilder:
         is_late = [self.joint.values[i].side is Side.BACKWARD for i in indices]
         order = tuple(sorted(range(len(indices)), key=lambda k: (is_late[k], k)))
         self.graph.output(tuple(results[k] for k in order))
+        self.graph.eliminate_dead_code()  # zeros that nothing is scattered into any more
         module = fx.GraphModule(torch.nn.Module(), self.graph)
         return Body(module, is_late.count(False), order, any(is_late))
 
@@ -334,6 +358,20 @@ class _BodyBuilder:
         placeholder.meta = {"val": full.new_empty(full.shape, dtype=self.accumulate(full.dtype))}
         return placeholder
 
+    def _adds_by_itself(self, index: int) -> bool:
+        """Whether a part of a sum is scattered into zeros that can as well be the sum so far."""
+        node = self.joint.nodes[index]
+        if op_name(node) not in ACCUMULATIONS or self.accumulate(node.meta["val"].dtype) != node.meta["val"].dtype:
+            return False
+        return not any(user in self.loop.inside for user in self.joint.values[index].users)
+
+    def _added_into(self, accumulator: fx.Node, index: int) -> fx.Node:
+        """The op that makes a part of a sum, with the sum so far for the zeros that it adds into."""
+        node = self.joint.nodes[index]
+        operands = self._operands(index)
+        args, kwargs = _with_operands(node, node.args, node.kwargs, [accumulator, *operands[1:]], self._other)
+        return self._emit(node, node.target, args, kwargs, "accumulate")
+
     def _added(self, accumulator: fx.Node, index: int) -> fx.Node:
         return self._emit(
             self.joint.nodes[index], aten.add.Tensor, (accumulator, self._result(index)), {}, "accumulate"
@@ -350,10 +388,7 @@ class _BodyBuilder:
             return self._emit(node, operator.getitem, (source, node.args[1]), {})
         uses, results = self.axes.uses[index], self.axes.results[index]
         alignment = Alignment(tuple(self._split_of(index, k) for k in range(len(uses))), results)
-        operands = [
-            self._result(self.position[operand]) if use == "inside" else self._whole(self.position[operand], use)
-            for operand, use in zip(tensor_operands(node), uses, strict=True)
-        ]
+        operands = self._operands(index)
         from_partial = "inside" in uses and any(
             self.axes.states[self.position[o]].dependence is Dependence.PARTIAL
             for o, use in zip(tensor_operands(node), uses, strict=True)
@@ -363,6 +398,14 @@ class _BodyBuilder:
             emit = lambda target, args, kwargs: self._emit(node, target, args, kwargs, "part")  # noqa: E731
             return local_mean(node, self.length, self.axes.batch, emit, operands[0])
         return self._computed(node, alignment, operands)
+
+    def _operands(self, index: int) -> list[fx.Node]:
+        """The tensor operands of an op inside of the loop, as the body has them."""
+        pairs = zip(tensor_operands(self.joint.nodes[index]), self.axes.uses[index], strict=True)
+        return [
+            self._result(self.position[operand]) if use == "inside" else self._whole(self.position[operand], use)
+            for operand, use in pairs
+        ]
 
     def _split_of(self, index: int, place: int) -> Split | None:
         use = self.axes.uses[index][place]

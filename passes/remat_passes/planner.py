@@ -206,9 +206,10 @@ def _why_save(permission: Permission, costs: CostGraph, joint: JointGraph, value
 
 def _notes(joint: JointGraph, permissions: Sequence[Permission], choice: Choice) -> tuple[str, ...]:
     notes = []
-    chosen = choice.chosen.projection.peak_bytes
-    if chosen >= choice.inductor.projection.peak_bytes:
-        notes.append("nothing is gained on this graph: plain Inductor's plan needs no more memory")
+    chosen, plain = choice.chosen, choice.inductor
+    if chosen.projection.peak_bytes >= plain.projection.peak_bytes:
+        gained = "only time" if chosen.cut.time_ps < plain.cut.time_ps else "nothing"
+        notes.append(f"{gained} is gained on this graph: plain Inductor's plan is predicted to need no more memory")
     if not choice.inductor.is_legal:
         notes.append("plain Inductor's own plan breaks a rule of correctness on this graph and was not considered")
     if joint.symbols:
