@@ -15,7 +15,7 @@ from remat_passes.device import DeviceSpec
 from remat_passes.errors import ConfigError, RematError, nearest
 
 from . import torch_private
-from .batch_norm import by_group
+from .batch_norm import by_group, refuse_batch_norm
 from .calibrate import default_cache_dir
 from .device_at_hand import device_spec
 from .measured_costs import check_cost_model
@@ -76,7 +76,10 @@ def _with_batch_norm_by_group(
     module: fx.GraphModule, known: StepInputs, options: Options
 ) -> tuple[fx.GraphModule, StepInputs]:
     """The step with batch norm by micro-batch, where the user wants it and there is any."""
-    grouped = by_group(module, options.num_microbatches) if options.batch_norm == "per_microbatch" else None
+    if options.batch_norm == "refuse":
+        refuse_batch_norm(module)
+        return module, known
+    grouped = by_group(module, options.num_microbatches)
     if grouped is None:
         return module, known
     return grouped, replace(known, num_groups=options.num_microbatches)

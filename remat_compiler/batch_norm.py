@@ -17,8 +17,27 @@ import torch.nn.functional as F
 from torch import fx
 
 from remat_passes.errors import CannotSplitError
+from remat_passes.joint import module_path, source_line
 
 from . import torch_private
+
+
+def refuse_batch_norm(module: fx.GraphModule) -> None:
+    """Refuse a Dynamo graph with batch norm in training.
+
+    Raises:
+        CannotSplitError: naming the first one.
+    """
+    for node in module.graph.nodes:
+        if _is_in_training(node):
+            place = f" at {source_line(node)}" if source_line(node) else ""
+            path = f" (module {module_path(node)})" if module_path(node) else ""
+            raise CannotSplitError(
+                f"The step cannot be split into micro-batches: batch_norm in training normalises the samples of a batch"
+                f" together, so that a smaller batch is another function, in {node.name}{place}{path}."
+                ' batch_norm="per_microbatch" (REMAT_BATCH_NORM) takes each micro-batch by itself, as an accumulation'
+                " loop does; group norm, or the module in eval mode, does without the batch."
+            )
 
 
 def by_group(module: fx.GraphModule, num_groups: int) -> fx.GraphModule | None:
@@ -28,7 +47,7 @@ def by_group(module: fx.GraphModule, num_groups: int) -> fx.GraphModule | None:
         CannotSplitError: the batch does not divide into groups of one size.
     """
     copy = torch_private.copy_of(module)
-    found = [node for node in copy.graph.nodes if node.target is F.batch_norm and _is_training(node)]
+    found = [node for node in copy.graph.nodes if _is_in_training(node)]
     for node in found:
         batch = int(node.args[0].meta["example_value"].shape[0])
         if batch % num_groups:
@@ -46,7 +65,9 @@ def by_group(module: fx.GraphModule, num_groups: int) -> fx.GraphModule | None:
     return copy
 
 
-def _is_training(node: fx.Node) -> bool:
+def _is_in_training(node: fx.Node) -> bool:
+    if node.target not in (F.batch_norm, torch.batch_norm):
+        return False
     return bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False))
 
 

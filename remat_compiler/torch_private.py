@@ -305,9 +305,9 @@ def _once_in_this_context(compile_code: Callable[[], _Code], settings: Mapping[s
 
     def compile_later() -> _Code:
         context.fw_metadata = metadata  # of several graphs in one context, it is the last one's
-        with torch.no_grad(), torch._C._DisableAutocast(), tracing(context), resume_compile(compile_context):
-            with config.patch(dict(settings)):
-                return compile_code()
+        same = config.patch(dict(settings))
+        with torch.no_grad(), torch._C._DisableAutocast(), tracing(context), resume_compile(compile_context), same:
+            return compile_code()
 
     def code() -> _Code:
         if not found:

@@ -22,7 +22,7 @@ import enum
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -53,7 +53,7 @@ class State:
     dependence: Dependence
     level: int
     split: Split | None = None
-    why: str = ""  # a value is whole because of this
+    why: str = ""  # its op waits for a loop because of this
 
     @property
     def is_inside(self) -> bool:
@@ -106,6 +106,7 @@ class _Analysis:
     uses: dict[int, tuple[Use, ...]] = field(default_factory=dict)
     results: dict[int, tuple[Result, ...]] = field(default_factory=dict)
     cheap: set[int] = field(default_factory=set)
+    gathered: set[int] = field(default_factory=set)  # storages that are put together for an op that needs all of them
     backward_level: int = 0
 
     def run(self) -> BatchAxes:
@@ -149,7 +150,7 @@ class _Analysis:
             return self._outside(index, f"{value.op} changes a tensor in place")
         if draws_from_generator(node):
             return self._outside(index, f"{value.op} draws from a generator that moves on")
-        return self._inside(index, operands, inside) or self._outside(index, _why(node, value.op))
+        return self._inside(index, operands, inside) or self._outside(index, self._why(index, operands))
 
     def _part(self, index: int) -> State:
         source = self.joint.values[index].inputs[0]
@@ -172,6 +173,8 @@ class _Analysis:
         inputs = self.joint.values[index].inputs
         level = max((self._whole_level(i) for i in inputs), default=0)
         states = [self.states[i] for i in inputs]
+        if why:
+            self.gathered.update(self.joint.values[i].base for i in inputs if self.states[i].is_inside)
         if all(state.dependence is Dependence.SAME for state in states):
             return State(Dependence.SAME, 0)
         return State(Dependence.WHOLE, level, None, why)
@@ -180,14 +183,37 @@ class _Analysis:
         state = self.states[index]
         return state.level if not state.is_inside else 0 if index in self.cheap else state.level + 1
 
+    def _why(self, index: int, operands: Sequence[int]) -> str:
+        """Why an op takes operands whole that could be had slice by slice; ``""`` where that costs nothing."""
+        late = [i for i in operands if self.states[i].is_inside and i not in self.cheap]
+        op = self.joint.values[index].op
+        if not late:
+            return ""
+        if any(self.states[i].dependence is Dependence.PARTIAL for i in late):
+            name = next(self.joint.values[i].name for i in late if self.states[i].dependence is Dependence.PARTIAL)
+            return f"{op} needs {name}, which is a sum over the whole batch"
+        if not rules_of(self.joint.nodes[index]):
+            return f"there is no rule for how {op} carries the batch"
+        return f"{op} needs the whole batch"
+
     def _inside(self, index: int, operands: Sequence[int], inside: Sequence[int]) -> State | None:
         """The op inside of a loop; with as few of its operands whole that could be slices as there have to be."""
         for kept in self._candidates(operands, inside):
             found = self._aligned(index, operands, kept)
             if found is not None:
                 uses, results = found
-                return self._placed(index, operands, uses, results)
+                if PARTIAL in results and self._is_in_tail(operands):
+                    return None
+                dropped = [i for place, i in enumerate(operands) if place in inside and place not in kept]
+                return replace(self._placed(index, operands, uses, results), why=self._why(index, dropped))
         return None
+
+    def _is_in_tail(self, operands: Sequence[int]) -> bool:
+        """Whether an op belongs to what runs on the whole batch between two loops: it reads a result of that, and
+        beside it only what is put together for it anyway. A sum over the slices would then take one more loop."""
+        reads_whole = any(self.states[i].dependence is Dependence.WHOLE and self.states[i].level for i in operands)
+        inside = [self.joint.values[i].base for i in operands if self.states[i].is_inside]
+        return reads_whole and self.gathered.issuperset(inside)
 
     def _candidates(self, operands: Sequence[int], inside: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Which of the operands to take as slices: all; else without the partial sums; else without cheap ones."""
@@ -248,12 +274,6 @@ def _num_results(node: fx.Node) -> int:
     return len(value) if isinstance(value, (tuple, list)) else 1
 
 
-def _why(node: fx.Node, op: str) -> str:
-    if not rules_of(node):
-        return f"there is no rule for how {op} carries the batch"
-    return f"{op} needs the whole batch"
-
-
 # -- partial sums: only what is linear may be done to them inside of a loop
 
 # Linear in their only tensor operand, whatever else they are told.
@@ -287,13 +307,15 @@ def _widens(node: fx.Node) -> bool:
 
 
 def batch_inputs(joint: JointGraph) -> tuple[int, ...]:
-    """The tensors that the step is handed beside its parameters."""
+    """The tensors that the step is handed beside its parameters.
+
+    A step without parameters of its own is handed them as inputs, and those that get a gradient are taken for them;
+    where it is handed nothing else (the part of a model behind a graph break), all count.
+    """
     weights = joint.static_inputs or joint.trained_inputs
-    return tuple(
-        value.index
-        for value in joint.values
-        if value.role is Role.PRIMAL and value.index not in weights and value.dtype is not None and value.sizes
-    )
+    tensors = [v.index for v in joint.values if v.role is Role.PRIMAL and v.dtype is not None and v.sizes]
+    others = tuple(index for index in tensors if index not in weights)
+    return others or tuple(index for index in tensors if index not in joint.static_inputs)
 
 
 def found_seeds(joint: JointGraph) -> Iterable[tuple[dict[int, int], int]]:
@@ -308,9 +330,9 @@ def found_seeds(joint: JointGraph) -> Iterable[tuple[dict[int, int], int]]:
 
 # -- choosing what carries the batch
 
-# The largest part of the step's values that may need the whole batch. A step of which more would be whole is refused:
-# it would take nearly the memory that it takes unsplit, and the reason is mostly one op that couples the samples.
-MAX_WHOLE = 0.5
+# The largest part of the step's values that may need the whole batch. A step of which more would be whole takes nearly
+# the memory that it takes unsplit, and the reason is mostly one op early on that couples the samples.
+MAX_WHOLE = 0.9
 MAX_LOOPS = 2  # one more forward at most (DESIGN: forward slices, whole-batch tail, backward slices)
 
 

@@ -417,6 +417,11 @@ def _roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> Iterator[Factor]:
     return _same(x.dim(), _axes(dims, x.dim()))
 
 
+@_rule("rot90")
+def _rot90(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Iterator[Factor]:
+    return _same(x.dim(), _axes(dims, x.dim()))
+
+
 @_rule("renorm")
 def _renorm(x: torch.Tensor, p: Any, dim: int, maxnorm: Any) -> Iterator[Factor]:
     """Each slice along ``dim`` by itself."""
@@ -435,14 +440,14 @@ def _cross(x: torch.Tensor, other: torch.Tensor, *, dim: int = -1) -> Iterator[F
 
 
 @_rule("mm")
-def _mm(a: torch.Tensor, b: torch.Tensor, **_: Any) -> Iterator[Factor]:
+def _mm(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> Iterator[Factor]:
     yield Factor((0, None), (0,))
     yield Factor((None, 1), (1,))
     yield Factor((1, 0), (PARTIAL,))
 
 
 @_rule("addmm")
-def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> Iterator[Factor]:
+def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> Iterator[Factor]:
     """Not along the loop that is summed: the bias would be added once a slice."""
     (rows,), (columns,) = (_runs([bias], (a.shape[0], b.shape[1]), axis) for axis in (0, 1))
     yield Factor((rows, 0, None), (0,))
@@ -582,9 +587,12 @@ def _unsqueeze(x: torch.Tensor, dim: int) -> Iterator[Factor]:
 
 @_rule("squeeze")
 def _squeeze(x: torch.Tensor, dim: Any = None) -> Iterator[Factor]:
-    gone = {axis for axis in _axes(dim, x.dim()) if x.shape[axis] == 1}
+    """Not along an axis that is named and longer than one: a slice of one sample would lose it."""
+    named = _axes(dim, x.dim())
+    gone = {axis for axis in named if x.shape[axis] == 1}
     for axis, after in _kept(x.dim(), gone, keepdim=False):
-        yield Factor((axis,), (after,))
+        if axis not in named:
+            yield Factor((axis,), (after,))
 
 
 @_rule("expand")

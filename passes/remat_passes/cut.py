@@ -528,8 +528,8 @@ def _cost(time_ps: int, num_bytes: int, price: Price) -> int:
     return price.time_weight * time_ps + price.byte_weight * num_bytes
 
 
-def between(problem: CutProblem, fast: Cut, small: Cut, most: int) -> tuple[Cut, ...]:
-    """At most ``most`` of the cuts between two neighbours of the hull, evenly spaced.
+def between(problem: CutProblem, fast: Cut, small: Cut, most: int | None = None) -> tuple[Cut, ...]:
+    """The cuts between two neighbours of the hull, at most ``most`` of them where it is given, evenly spaced.
 
     Where the neighbours differ, the difference falls apart into components that share no finite edge, so each can be
     taken from either side (identical layers are such components). The first layers of forward switch first: their
@@ -538,7 +538,7 @@ def between(problem: CutProblem, fast: Cut, small: Cut, most: int) -> tuple[Cut,
     points = []
     need, redo = set(fast.need | _free(problem, fast, small)), set(fast.redo)
     components = _components(problem, fast, small)[:-1]
-    every = -(-len(components) // most) or 1
+    every = -(-len(components) // most) if components and most else 1
     for number, component in enumerate(components, start=1):
         need -= component.need - small.need
         need |= component.need & small.need

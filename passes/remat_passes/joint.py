@@ -268,8 +268,8 @@ def _value(node: fx.Node, position: dict[fx.Node, int], role: Role, side: Side, 
         sizes=sizes,
         dtype=tensor.dtype if isinstance(tensor, torch.Tensor) else None,
         bytes=_own_bytes(node) if base is node else 0,
-        module=_module_path(node),
-        source=_source_line(node),
+        module=module_path(node),
+        source=source_line(node),
         policy=_policy(node),
         region=node.meta.get("ac_graph_id"),
     )
@@ -316,7 +316,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride()) if tensor.layout is torch.strided else ()
 
 
-def _module_path(node: fx.Node) -> str:
+def module_path(node: fx.Node) -> str:
     """The path of the innermost nn.Module, as the user would write it: ``blocks.0.ln1``."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
@@ -329,7 +329,7 @@ def _module_path(node: fx.Node) -> str:
     return str(path.removeprefix("L.").strip("."))
 
 
-def _source_line(node: fx.Node) -> str:
+def source_line(node: fx.Node) -> str:
     """``file:line`` of the innermost frame of the user's program."""
     frames = [
         line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")

@@ -118,7 +118,9 @@ class _Demand:
             return
         self.whole.add(index)
         state = self.axes.states[index]
-        if state.is_inside and index not in self.axes.cheap:
+        value = self.joint.values[index]
+        is_view = value.kind is OpKind.VIEW and self.joint.nodes[index].target is not operator.getitem
+        if state.is_inside and index not in self.axes.cheap and not is_view:
             self.results[state.level].add(index)
             self.pending.append(("inside", index, state.level))
             return

@@ -1,8 +1,8 @@
 """Prices of one instant: the least time of any plan, from what must be alive while one kernel of backward runs.
 
 bound.py counts saved values that backward itself reads later. What is saved for a recomputation, what is recomputed
-early and read late, and gradients on their way are alive as well; which of them, is a decision. Let t be a kernel of its
-own in backward. The problem of the cut (cut.py) gets two more booleans for each value v:
+early and read late, and gradients on their way are alive as well, and which of them is a decision. Let t be a kernel of
+its own in backward. The problem of the cut (cut.py) gets two more booleans for each value v:
 
     late(v)    a kernel after t reads v
     later(v)   v is computed by a kernel after t
@@ -13,13 +13,12 @@ own in backward. The problem of the cut (cut.py) gets two more booleans for each
     (4) later(v) -> late(u)       for each input u of v
     (5) late(v), not later(v)     v is allocated at t: its bytes
 
-Why it is a bound: take any plan, also one that computes values more than once. Set need and redo as it has them, late(v)
-where a kernel after t reads v, and later(v) where such a kernel computes v (a fused value, while it runs). An operand of
-a kernel after t is either computed after t as well or has been in memory since before t, so (1) to (5) hold, and what
-(5) counts is allocated at t in that plan. Besides, what t reads and writes is, with what forward returns. So the plan's
-time and its bytes at t are those of a cut or more, and the dual of the hull of these cuts bounds its time. What is
-recomputed before and after t is paid for once, and a value that is alive at t is not asked how it came there: both make
-the bound lower, not wrong.
+Why it is a bound: take any plan, also one that computes values more than once. Set need and redo as it has them,
+late(v) where a kernel after t reads v, and later(v) where such a kernel computes v (a fused value, while it runs). What
+a kernel after t reads is either computed after t as well or has been in memory since before t. So (1) to (4) hold, and
+what (5) counts is allocated at t in that plan. Besides, what t reads and writes is, and what forward returns. So the
+plan's time and its bytes at t are at least those of a cut, and the dual of the hull of these cuts bounds its time. What
+is recomputed both before and after t is paid for once: that makes the bound lower, not wrong.
 
 It is taken that kernels of their own run in the order that autograd gave them, as in bound.py.
 
@@ -155,7 +154,7 @@ class _Instant:
 
     def _may_be_alive(self, value: Value) -> bool:
         """Whether a value has storage of its own: no view has, nor an op whose parts have it."""
-        is_whole = value.index not in self.model._parts
+        is_whole = not any(self.model.kinds[user] is OpKind.PART for user in value.users)
         return value.base == value.index and is_whole and value.kind is not OpKind.EFFECT
 
     def _may_be_later(self, value: Value) -> bool:

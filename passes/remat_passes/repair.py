@@ -95,13 +95,18 @@ def repaired(
     """
     walk = _Walk(joint, problem, model)
     state = walk.begin(start)
-    for rung in range(1, NUM_RUNGS):
-        limit_bytes = top_bytes - (top_bytes - model.baseline_bytes) * rung // NUM_RUNGS
+    for limit_bytes in ladder(top_bytes, model.baseline_bytes):
         state = walk.drop(state, limit_bytes)
         if state.plan.projection.peak_bytes > limit_bytes or is_beaten(limit_bytes, state.plan.cut.time_ps):
             break
         walk.fill(state, limit_bytes)
     return list(walk.known.values())
+
+
+def ladder(top_bytes: int, bottom_bytes: int) -> list[int]:
+    """The limits of a walk in bytes, falling, evenly spaced between the peak of the fastest plan and what is allocated
+    before the step."""
+    return [top_bytes - (top_bytes - bottom_bytes) * rung // NUM_RUNGS for rung in range(1, NUM_RUNGS)]
 
 
 class _Walk:
