@@ -16,6 +16,7 @@ from remat_passes.errors import (
     PlanFileError,
     RematError,
     RematWarning,
+    VerificationError,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "PlanFileError",
     "RematError",
     "RematWarning",
+    "VerificationError",
     "export_cost_table",
     "fallbacks",
     "mark_batch",
@@ -43,6 +45,7 @@ __all__ = [
     "planning_seconds",
     "plans",
     "register_batch_rule",
+    "verifications",
 ]
 
 
@@ -118,3 +121,10 @@ def register_batch_rule(op: object, rule: Callable[..., Iterable[tuple[Sequence[
     from remat_passes.batch_rules import register
 
     register(op, rule)
+
+
+def verifications() -> tuple[str, ...]:
+    """What came of each first step that ran both ways (``verify=True``), one sentence each."""
+    from .plan_log import verifications as recorded_verifications
+
+    return recorded_verifications()

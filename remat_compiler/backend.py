@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from .partitioner import RematPartitioner
 from .plan_log import publish, record_fallback
 from .step_inputs import StepInputs, step_inputs
 from .trials import compile_within_budget
+from .verify import Verified
 
 
 def remat(
@@ -56,20 +58,36 @@ def remat(
         if parsed.num_microbatches > 1:
             torch_private.fix_sizes(inputs)
             module, known = _with_batch_norm_by_group(module, known, parsed)
-        if parsed.lowering == "eager":
-            partitioner = RematPartitioner(parsed, spec, inputs=known)
-            compiled = torch_private.compile_with_aot_autograd(module, inputs, partitioner, partitioner.compiled)
-        else:
-            compiled, partitioner = compile_within_budget(module, inputs, inductor_options, parsed, spec, known)
+        unsplit = torch_private.copy_of(module) if parsed.verify else None
+        compiled, partitioner = _compile(module, inputs, inductor_options, parsed, spec, known)
         for made in partitioner.made:
             publish(made, parsed.dump_dir)
-        return compiled
+        if unsplit is None or not partitioner.made:
+            return compiled
+        plan = partitioner.made[0].plan
+        once = replace(parsed, num_microbatches=1, num_microbatches_auto=False, memory_budget=None, verify=False)
+        reference = functools.partial(_compile, unsplit, inputs, inductor_options, once, spec, known)
+        return Verified(compiled, lambda: reference()[0], known.names, plan.inductor_peak_bytes, plan.graph_id)
     except RematError as error:
         if spare is None:
             raise
         warnings.warn(f"remat compiles as plain Inductor would: {error}", stacklevel=2)
         record_fallback(str(error))
         return torch_private.compile_plain_inductor(spare, inputs, inductor_options)
+
+
+def _compile(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    inductor_options: Mapping[str, object],
+    options: Options,
+    spec: DeviceSpec,
+    known: StepInputs,
+) -> tuple[Callable[..., Any], RematPartitioner]:
+    if options.lowering == "eager":
+        partitioner = RematPartitioner(options, spec, inputs=known)
+        return torch_private.compile_with_aot_autograd(module, inputs, partitioner, partitioner.compiled), partitioner
+    return compile_within_budget(module, inputs, inductor_options, options, spec, known)
 
 
 def _with_batch_norm_by_group(

@@ -83,7 +83,7 @@ def split(
             f" ({', '.join(name for name, _ in joint.symbols)}). Make them fixed, with a mask instead of a selection."
         )
     said, names = _inputs(joint, inputs)
-    axes = choose_axes(joint, said, names, inputs.num_groups, tangents_are_known=known)
+    axes = choose_axes(joint, said, names, inputs.num_groups, options.num_microbatches, tangents_are_known=known)
     _check_number(axes, options.num_microbatches)
     step = split_step(joint, axes, options.num_microbatches)
     torch_private.lower_random_at()

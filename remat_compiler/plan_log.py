@@ -27,6 +27,7 @@ class Entry:
 
 _entries: list[Entry] = []
 _fallbacks: list[str] = []
+_verifications: list[str] = []
 _measured: dict[int, int] = {}  # by the number of the plan
 _lock = threading.Lock()
 
@@ -85,6 +86,18 @@ def fallbacks() -> tuple[str, ...]:
     """Why graphs of this process were compiled as plain Inductor would, one sentence each."""
     with _lock:
         return tuple(_fallbacks)
+
+
+def record_verification(result: str) -> None:
+    """Keep what came of running a first step both ways."""
+    with _lock:
+        _verifications.append(result)
+
+
+def verifications() -> tuple[str, ...]:
+    """What came of each first step of this process that ran both ways, one sentence each."""
+    with _lock:
+        return tuple(_verifications)
 
 
 def write_plan_files(folder: Path, plan: RematPlan, graphs: dict[str, str]) -> None:

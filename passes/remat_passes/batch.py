@@ -341,6 +341,7 @@ def choose_axes(
     said: Mapping[int, int],
     names: Mapping[int, str],
     num_groups: int | None,
+    num_microbatches: int,
     *,
     tangents_are_known: bool,
 ) -> BatchAxes:
@@ -350,13 +351,19 @@ def choose_axes(
         joint: the graph, traced at the full batch.
         said: the axis of each input that was said to carry the batch; empty where nothing was said.
         names: what the user calls the inputs.
+        num_microbatches: an axis with fewer samples is taken only where there is no other.
         num_groups: take the batch for so many groups of samples that belong together.
         tangents_are_known: see ``batch_axes``.
 
     Raises:
         CannotSplitError: nothing carries the batch, or an op couples the samples.
     """
-    candidates = [(dict(said), joint.values[i].sizes[axis]) for i, axis in list(said.items())[:1]] or found_seeds(joint)
+    candidates: Iterable[tuple[dict[int, int], int]]
+    candidates = [(dict(said), joint.values[i].sizes[axis]) for i, axis in list(said.items())[:1]] or list(
+        found_seeds(joint)
+    )
+    enough = [(seeds, size) for seeds, size in candidates if size >= num_microbatches]
+    candidates = enough or candidates
     if num_groups is not None:
         candidates = [(seeds, num_groups) for seeds, size in candidates if size % num_groups == 0]
     found = [batch_axes(joint, seeds, batch, tangents_are_known=tangents_are_known) for seeds, batch in candidates]

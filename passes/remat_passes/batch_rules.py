@@ -591,7 +591,7 @@ def _squeeze(x: torch.Tensor, dim: Any = None) -> Iterator[Factor]:
     named = _axes(dim, x.dim())
     gone = {axis for axis in named if x.shape[axis] == 1}
     for axis, after in _kept(x.dim(), gone, keepdim=False):
-        if axis not in named:
+        if axis not in named or isinstance(dim, (list, tuple)):
             yield Factor((axis,), (after,))
 
 
@@ -1406,3 +1406,11 @@ def _attention_math(
     q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, is_causal: bool = False, drawn: Any = None, **_: Any
 ) -> Iterator[Factor]:
     return _attention_factors([q, k, v], _tensors(mask, drawn), dropout, lambda axis: (axis, axis))
+
+
+@_rule("as_strided")
+def _as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: Any = None) -> Iterator[Rule]:
+    """Only where it is a view of one run of elements as another, as in the decomposition of group norm."""
+    is_dense = list(stride) == list(torch.empty(tuple(size), device="meta").stride())
+    if is_dense and x.is_contiguous() and x.numel() == math.prod(size) and not offset:
+        yield Reshape(tuple(x.shape), tuple(size))

@@ -41,6 +41,10 @@ class CannotPartitionError(RematError):
     """A value that backward needs can be neither saved nor recomputed."""
 
 
+class VerificationError(RematError):
+    """The split step and the unsplit one gave different numbers."""
+
+
 class PlanFileError(RematError):
     """A plan file is damaged, or was written by another schema."""
 

@@ -213,7 +213,8 @@ def local_arguments(
     schema = schema_of(node)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         given = args[place] if place < len(args) else kwargs.get(argument.name)
-        if argument.name in _SIZES and isinstance(given, (list, tuple)) and isinstance(split, Split):
+        is_size = argument.name in _SIZES and isinstance(given, (list, tuple)) and len(given) == result.dim()
+        if is_size and isinstance(split, Split):
             local = list(split.local_shape(result.shape, length))
             if place < len(args):
                 args[place] = local
@@ -223,6 +224,9 @@ def local_arguments(
         args[1] = _local_repeats(node, cast("list[int]", args[1]), split, alignment.operands[0], length)
     if op_name(node) in _COUNTS_SAMPLES and alignment.operands[0] is not None:
         args[_COUNTS_SAMPLES[op_name(node)]] = alignment.operands[0].outer * length * alignment.operands[0].inner
+    if op_name(node) == "squeeze" and len(args) == 2 and isinstance(args[1], (list, tuple)):
+        sizes = tensor_operands(node)[0].meta["val"].shape
+        args[1] = [axis for axis in args[1] if sizes[cast("int", axis)] == 1]  # a slice of one sample keeps its axis
     if op_name(node) == "slice" and alignment.operands[0] is not None:
         _localise_slice(node, args, alignment.operands[0], batch, length)
     return tuple(args), kwargs
@@ -360,6 +364,23 @@ class _BodyBuilder:
         placeholder.meta = {"val": full.new_empty(full.shape, dtype=self.accumulate(full.dtype))}
         return placeholder
 
+    def _exact_sum(self, index: int, operands: Sequence[fx.Node]) -> fx.Node | None:
+        """A sum that is a part of a wider one is not rounded before it is added: the roundings would add up as well."""
+        node = self.joint.nodes[index]
+        is_sum = index in self.loop.partial and op_name(node) == "sum" and self.axes.results[index][0] == PARTIAL
+        full = node.meta["val"]
+        wider = self.accumulate(full.dtype)
+        if (
+            not is_sum
+            or wider == full.dtype
+            or any(user in self.loop.inside for user in self.joint.values[index].users)
+        ):
+            return None
+        reduced = operands[0].meta["val"].dim() - full.dim() if len(node.args) < 2 else None
+        dims = list(range(reduced)) if reduced is not None else node.args[1]
+        keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+        return self._emit(node, aten.sum.dim_IntList, (operands[0], dims, keepdim), {"dtype": wider})
+
     def _adds_by_itself(self, index: int) -> bool:
         """Whether a part of a sum is scattered into zeros that can as well be the sum so far."""
         node = self.joint.nodes[index]
@@ -391,6 +412,9 @@ class _BodyBuilder:
         uses, results = self.axes.uses[index], self.axes.results[index]
         alignment = Alignment(tuple(self._split_of(index, k) for k in range(len(uses))), results)
         operands = self._operands(index)
+        exact = self._exact_sum(index, operands)
+        if exact is not None:
+            return exact
         from_partial = "inside" in uses and any(
             self.axes.states[self.position[o]].dependence is Dependence.PARTIAL
             for o, use in zip(tensor_operands(node), uses, strict=True)
@@ -441,7 +465,10 @@ class _BodyBuilder:
     def _computed(self, node: fx.Node, alignment: Alignment, operands: Sequence[fx.Node]) -> fx.Node:
         args, kwargs = local_arguments(node, alignment, self.axes.batch, self.length)
         args, kwargs = _with_operands(node, args, kwargs, operands, self._other)
-        computed = self._emit(node, node.target, args, kwargs)
+        target = node.target
+        if op_name(node) == "as_strided":  # its rule has it for a view only (batch_rules.py)
+            target, args = aten.reshape.default, args[:2]
+        computed = self._emit(node, target, args, kwargs)
         self._check(node, alignment, computed)
         return computed
 

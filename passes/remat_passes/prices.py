@@ -29,19 +29,18 @@ computed from ``need`` and ``later``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .cut import CutProblem, CutValue, coarse_sweep
 from .joint import JointGraph, Role, Side, Value
 from .memory import MemoryModel, Projection
 from .ops import OpKind
 
-NUM_INSTANTS = 2  # the fullest of the chosen plan; more gave no higher bound in docs/decisions/0008
 MAX_CUTS = 8  # of each hull; fewer make a lower bound that is lower, not wrong
 
 
 def instant_bound_ps(
-    joint: JointGraph, problem: CutProblem, model: MemoryModel, limit_bytes: int, chosen: Projection
+    joint: JointGraph, problem: CutProblem, model: MemoryModel, limit_bytes: int, replays: Sequence[Projection]
 ) -> int | None:
     """The least time of all saves and recomputes of any plan within the limit; ``None`` where nothing is known.
 
@@ -50,10 +49,10 @@ def instant_bound_ps(
         problem: its prices.
         model: for the bytes of storages.
         limit_bytes: of the peak.
-        chosen: the replay of a plan, whose fullest instants are looked at.
+        replays: of plans; the fullest instant of each is looked at, or the next one where it was already.
     """
     room = limit_bytes - model.baseline_bytes
-    bounds = [_bound_at(joint, problem, model, index, room) for index in _fullest(joint, model, chosen)]
+    bounds = [_bound_at(joint, problem, model, index, room) for index in _fullest(joint, model, replays)]
     return max((bound for bound in bounds if bound is not None), default=None)
 
 
@@ -62,11 +61,15 @@ def _bound_at(joint: JointGraph, problem: CutProblem, model: MemoryModel, index:
     return coarse_sweep(instant.problem(), MAX_CUTS).lower_bound_ps(max(0, room - instant.fixed_bytes))
 
 
-def _fullest(joint: JointGraph, model: MemoryModel, chosen: Projection) -> list[int]:
-    """The kernels of their own in backward during which most is allocated."""
+def _fullest(joint: JointGraph, model: MemoryModel, replays: Sequence[Projection]) -> list[int]:
+    """The kernels of their own in backward during which most is allocated, one of each replay."""
     own = {joint.values[i].name: i for i in joint.backward_values if _is_own_kernel(model, i)}
-    found = {own[at.name]: at.bytes for at in chosen.timeline if at.is_backward and at.name in own}
-    return sorted(found, key=lambda index: (-found[index], index))[:NUM_INSTANTS]
+    picked: list[int] = []
+    for replay in replays:
+        found = {own[at.name]: at.bytes for at in replay.timeline if at.is_backward and at.name in own}
+        others = sorted(found.keys() - set(picked), key=lambda index: (-found[index], index))
+        picked.extend(others[:1])
+    return picked
 
 
 def _is_own_kernel(model: MemoryModel, index: int) -> bool:
