@@ -47,6 +47,15 @@ class SplitGraph:
         level, length = key
         return f"remat_loop_{level}_of_{length}"
 
+    def split_bytes(self, name: str) -> int:
+        """What a body returns beside sums, in bytes."""
+        key = next(key for key in self.bodies if self.name(key) == name)
+        loop, body = self.step.loops[key[0]], self.bodies[key]
+        assert loop is not None
+        (output,) = body.module.graph.find_nodes(op="output")
+        places = [place for place, k in enumerate(body.order) if k >= len(loop.partial)]
+        return sum(int(output.args[0][place].meta["val"].untyped_storage().nbytes()) for place in places)
+
     def outer(self, graphs: Mapping[tuple[int, int], fx.GraphModule]) -> fx.GraphModule:
         """The outer graph, with these graphs for its bodies."""
         called = {key: Called(body, graphs[key], self.name(key)) for key, body in self.bodies.items()}

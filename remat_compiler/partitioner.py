@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from remat_passes.legality import Permission, classify
 from remat_passes.memory import MemoryModel
 from remat_passes.microbatch import Body
 from remat_passes.ops import written_operands
+from remat_passes.outer import body_of_call
 from remat_passes.plan import RematPlan
 from remat_passes.planner import Setting, write_plan
 from remat_passes.schedule import schedule
@@ -115,7 +116,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         forward, backward = _act(gm, decided, num_fwd_outputs)
         texts = {"joint": decided.joint_text, "forward": str(forward.graph), "backward": str(backward.graph)}
         reader = StepReader(decided.joint.device_type, num_fwd_outputs)
-        first_step = FirstStep(decided.joint.device_type)
+        first_step = FirstStep(decided.joint.device_type, num_fwd_outputs)
         self.made.append(Made(decided.plan, decided.planning_seconds, texts, reader, first_step))
         return forward, backward
 
@@ -137,8 +138,16 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         """Inductor's cache also pickles its whole configuration, and what was made must not be a part of the key."""
         return (str, (self.uuid(),))
 
-    def _staged(self, gm: fx.GraphModule, num_fwd_outputs: int, static: list[int], *, is_body: bool = False) -> _Staged:
-        """All that is known of a graph before anything is decided."""
+    def _staged(
+        self,
+        gm: fx.GraphModule,
+        num_fwd_outputs: int,
+        static: list[int],
+        *,
+        is_body: bool = False,
+        yardstick: bool = True,
+    ) -> _Staged:
+        """All that is known of a graph before anything is decided; without a yardstick, as if all were saved."""
         joint = capture(gm.graph, num_fwd_outputs, static, torch_private.pinned_to_backward(gm.graph))
         permissions = classify(joint)
         times = kernel_times(joint, self.spec, self.options, default_cache_dir(os.environ))
@@ -148,7 +157,11 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         allocated = None if is_body else _allocated_bytes(joint.device_type)
         fuses = self.options.lowering == "inductor"
         model = MemoryModel(joint, fuses, allocated, torch.get_num_threads(), is_body)
-        names = torch_private.inductor_saved_names(gm, num_fwd_outputs, static)
+        names = (
+            torch_private.inductor_saved_names(gm, num_fwd_outputs, static)
+            if yardstick
+            else frozenset(joint.values[i].name for i in joint.required)
+        )
         return _Staged(
             joint, permissions, costs, problem, model, times, inductor_candidate(joint, problem, model, names)
         )
@@ -182,8 +195,8 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         budget = self._budget_bytes(full)
         graph = split(gm, full.joint, num_fwd_outputs, self.options, self.inputs)
         outer = graph.outer({key: body.module for key, body in graph.bodies.items()})
-        staged = self._staged(outer, num_fwd_outputs, static)
-        calls = torch_private.calls_of(outer.graph)
+        staged = self._staged(outer, num_fwd_outputs, static, yardstick=False)
+        calls = {i: body_of_call(name) for i, name in torch_private.calls_of(outer.graph).items()}
         held = _held_bytes(staged, calls)
         planned: dict[str, PlannedBody] = {}
         inner_bytes: dict[str, int] = {}
@@ -191,9 +204,13 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
             name = graph.name(key)
             inner_bytes[name], plan = self._plan_body(outer, graph, key, held[name], budget)
             if plan is not None:
-                count = sum(called == name for called in calls.values())
+                count = sum(count for called, count in calls.values() if called == name)
                 planned[name] = PlannedBody(*key, count, plan, held[name], _operand_bytes(plan, body))
-        model = replace(staged.model, called_bytes={i: inner_bytes[name] for i, name in calls.items()})
+        # A chunk holds the results of its slices, and then those put together.
+        called_bytes = {
+            i: inner_bytes[name] + 2 * (count - 1) * graph.split_bytes(name) for i, (name, count) in calls.items()
+        }
+        model = replace(staged.model, called_bytes=called_bytes)
         again = replace(staged.inductor, projection=model.project(staged.inductor.cut))
         staged = replace(staged.without_prices(calls), model=model, inductor=again)
         choice = staged.search(None, NO_LIMIT)
@@ -204,7 +221,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         plan = plan_of_split(
             staged.plan(choice, setting, self.spec),
             tuple(planned.values()),
-            {staged.joint.values[i].name: planned[name] for i, name in calls.items() if name in planned},
+            {staged.joint.values[i].name: planned[name] for i, (name, _) in calls.items() if name in planned},
             full.plan(full.as_inductor(), setting, self.spec),
             graph.step,
             full.joint,
@@ -240,7 +257,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
             raise refusal(budget, smallest, parts, staged.model.gradient_bytes) from None
         decided = Decided(staged.joint, choice, staged.plan(choice, self._setting(staged, room), self.spec), "", 0.0)
         forward, backward = _act(body.module, decided, body.num_forward_outputs)
-        setattr(outer, name, joined(body, forward, backward))
+        torch_private.replace_graph(outer, name, joined(body, forward, backward))
         return choice.chosen.projection.peak_bytes - operands, decided.plan
 
 
@@ -269,7 +286,7 @@ class _Staged:
         """Plain Inductor's decision."""
         return Choice(self.inductor, self.inductor, (self.inductor,), self.inductor.cut.time_ps)
 
-    def without_prices(self, calls: Mapping[int, str]) -> _Staged:
+    def without_prices(self, calls: Iterable[int]) -> _Staged:
         """The graph with calls that cost nothing: their time is that of their bodies."""
         fixed_ps = self.costs.fixed_ps - sum(self.costs.values[i].recompute_ps for i in calls)
         return replace(self, costs=replace(self.costs, fixed_ps=max(0, fixed_ps)))
@@ -280,10 +297,10 @@ NO_LIMIT = 2**62
 NOTHING_SAVED = Cut(frozenset(), frozenset(), 0, 0)
 
 
-def _held_bytes(staged: _Staged, calls: Mapping[int, str]) -> dict[str, int]:
+def _held_bytes(staged: _Staged, calls: Mapping[int, tuple[str, int]]) -> dict[str, int]:
     """What the outer graph holds when it calls each body, at most."""
     model = replace(staged.model, called_bytes=dict.fromkeys(calls, 0))
-    names = {staged.joint.values[i].name: name for i, name in calls.items()}
+    names = {staged.joint.values[i].name: name for i, (name, _) in calls.items()}
     held: dict[str, int] = {}
     for instant in model.project(staged.inductor.cut).timeline:
         if instant.name in names:

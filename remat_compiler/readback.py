@@ -611,11 +611,11 @@ class StepReader:
         numbers = itertools.count(1 + max((s.number for s in forward.returned.values()), default=len(self.primals)))
         entering: dict[str, Storage | int] = {}
         for name, value in arguments.items():
-            if name in self.primals:
-                entering[name] = self.primals[name]
-            elif name in forward.returned:
+            if name in forward.returned:  # of an input that a convolution reads it is a copy in another layout
                 saved = forward.returned[name]
                 entering[name] = replace(saved, is_held=saved.is_held or saved.number in outputs)
+            elif name in self.primals:
+                entering[name] = self.primals[name]
             elif isinstance(value, torch.Tensor) and "tangents" in name:
                 # Of a scalar loss it is made by Tensor.backward, which holds it to the end.
                 tangent = replace(_tensor(next(numbers), value), is_held=value.dim() == 0)

@@ -182,6 +182,13 @@ def calls_of(graph: fx.Graph) -> dict[int, str]:
     return {place: str(node.args[1]) for place, node in enumerate(graph.nodes) if node.target is target}
 
 
+def replace_graph(module: fx.GraphModule, name: str, graph: fx.GraphModule) -> None:
+    """Exchange the graph that is called by that name, wherever it is called."""
+    for inner in list(module.modules()):
+        if name in inner._modules:
+            setattr(inner, name, graph)
+
+
 @functools.cache
 def lower_random_at() -> None:
     """Tell Inductor how ``remat::random_at`` is computed: as its own random numbers, further on in their sequence."""
@@ -382,8 +389,11 @@ def compile_with_aot_autograd(
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor import lowering  # noqa: F401  some decompositions call into it without importing it
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.utils import get_donated_idxs
 
     def run_as_is(graph: fx.GraphModule, arguments: Sequence[Any], *, is_backward: bool) -> Callable[..., Any]:
+        if is_backward:
+            (get_donated_idxs() or []).clear()  # nothing is written into here, so the graph may always be kept
         code = _AsItIs(graph)
         compiled(CompiledGraph(signature(graph), list(arguments), is_backward, "", code))
         return code

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .blocks import Blocks, blocks
 from .chain import ChainBlock, Option
@@ -64,6 +64,8 @@ def holds(joint: JointGraph, problem: CutProblem, model: MemoryModel, points: Se
         if always_saved is None:
             always_saved = frozenset(i for i in vertices[0].saved if chain.block_of[i] is None)
     most = max(FEWEST_REPLAYS, REPLAYED_VALUES // len(joint.values))
+    if len(runs) <= most:
+        runs = [[replace(run, key=(at, run.first)) for run in part] for at, part in enumerate(runs)]  # each by itself
     replays = runs if len(runs) <= most else _packed(runs, chain.num_blocks, most)
     measured: dict[Hashable, _Measured] = {}
     gradients = _later_gradients(joint, model, chain)

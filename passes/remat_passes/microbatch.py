@@ -349,7 +349,7 @@ class _BodyBuilder:
         if handed.split is None or not isinstance(full, torch.Tensor):
             placeholder.meta = {"val": full}
         else:
-            placeholder.meta = {"val": _sliced_val(full, handed.split, self.length)}
+            placeholder.meta = {"val": sliced_val(full, handed.split, self.length)}
         return placeholder
 
     def _start(self) -> fx.Node:
@@ -367,14 +367,11 @@ class _BodyBuilder:
     def _exact_sum(self, index: int, operands: Sequence[fx.Node]) -> fx.Node | None:
         """A sum that is a part of a wider one is not rounded before it is added: the roundings would add up as well."""
         node = self.joint.nodes[index]
-        is_sum = index in self.loop.partial and op_name(node) == "sum" and self.axes.results[index][0] == PARTIAL
+        if index not in self.loop.partial or op_name(node) != "sum" or self.axes.results[index][0] != PARTIAL:
+            return None
         full = node.meta["val"]
         wider = self.accumulate(full.dtype)
-        if (
-            not is_sum
-            or wider == full.dtype
-            or any(user in self.loop.inside for user in self.joint.values[index].users)
-        ):
+        if wider == full.dtype or any(user in self.loop.inside for user in self.joint.values[index].users):
             return None
         reduced = operands[0].meta["val"].dim() - full.dim() if len(node.args) < 2 else None
         dims = list(range(reduced)) if reduced is not None else node.args[1]
@@ -525,7 +522,8 @@ def evaluate(target: Any, args: Any, kwargs: Any) -> Any:
     return target(*args, **kwargs)
 
 
-def _sliced_val(full: torch.Tensor, split: Split, length: int) -> torch.Tensor:
+def sliced_val(full: torch.Tensor, split: Split, length: int) -> torch.Tensor:
+    """The fake tensor of a slice."""
     if split.outer == 1:
         return full.narrow(split.axis, 0, length * split.inner)
     return full.new_empty(split.local_shape(full.shape, length))

@@ -7,6 +7,8 @@ as values: a graph that changed them in place through a call is miscompiled (tor
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from torch import fx
 
 from .batch_rules import Split
 from .joint import JointGraph, Role
-from .microbatch import Body, Handed, Loop, SplitStep, evaluate
+from .microbatch import Body, Handed, Loop, SplitStep, evaluate, sliced_val
 from .ops import OpKind
 
 aten = torch.ops.aten
@@ -57,6 +59,53 @@ def outer_graph(
     """
     builder = _OuterBuilder(module, joint, step, called, call, accumulate, tangents_are_known)
     return builder.build(num_forward_outputs)
+
+
+# A loop of more calls than this is made of chunks: graphs that call the body for some slices each. Inductor takes about
+# 3 ms for each result of a call (64 calls with 56 results: 11 s), and a chunk is compiled once.
+MAX_CALLS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``count`` slices of ``length`` samples each, from ``start`` on, that one call takes care of."""
+
+    start: int
+    length: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a call gave of a value that is put together: so many samples of it."""
+
+    node: fx.Node
+    length: int
+
+
+def pieces(lengths: Sequence[int]) -> list[Piece]:
+    """The calls of a loop over slices of these lengths."""
+    found: list[Piece] = []
+    start = 0
+    for length, run in itertools.groupby(lengths):
+        left = len(list(run))
+        count = math.isqrt(left) if left > MAX_CALLS else 1
+        while left:
+            taken = count if left >= count else 1
+            found.append(Piece(start, length, taken))
+            start, left = start + length * taken, left - taken
+    return found
+
+
+def chunk_name(body: str, count: int) -> str:
+    """What the graph is called that calls a body so many times."""
+    return f"{body}_{count}_times"
+
+
+def body_of_call(name: str) -> tuple[str, int]:
+    """Which body a graph of that name calls, and how often."""
+    body, _, count = name.removesuffix("_times").rpartition("_")
+    return (body, int(count)) if name.endswith("_times") else (name, 1)
 
 
 class _OuterBuilder:
@@ -117,64 +166,111 @@ class _OuterBuilder:
 
     def _loop(self, loop: Loop) -> None:
         sums = [self._zeros(index) for index in loop.partial]
-        parts: list[list[fx.Node]] = [[] for _ in loop.split]
-        start = 0
-        for number, length in enumerate(self.step.lengths):
-            results = self._called(loop, sums, start, length, number)
-            sums = results[: len(sums)]
-            for put, part in zip(parts, results[len(sums) :], strict=True):
-                put.append(part)
-            start += length
+        parts: list[list[_Part]] = [[] for _ in loop.split]
+        for piece in pieces(self.step.lengths):
+            start = self._start(loop, piece.start) if loop.takes_start else None
+            handed = [self._handed(h, self.env[h.value], piece, self.step.axes.batch) for h in loop.handed]
+            sums = self._run(loop, piece, handed, start, sums, parts)
         for index, total in zip(loop.partial, sums, strict=True):
             self.env[index] = self._cast_back(index, total)
         for index, slices in zip(loop.split, parts, strict=True):
             self.env[index] = self._put_together(index, slices)
 
-    def _called(self, loop: Loop, sums: Sequence[fx.Node], start: int, length: int, number: int) -> list[fx.Node]:
-        called = self.called[loop.level, length]
-        handed = [self._handed(handed, start, length, number) for handed in loop.handed]
-        if called.name not in self.attributes:
-            self.attributes[called.name] = called.graph
-        attribute = self.graph.create_node("get_attr", called.name, (), {}, name=f"{called.name}_at_{number}")
-        if loop.takes_start:
-            options = {"dtype": torch.int64, "device": self.joint.device_type}
-            origin = self.joint.nodes[(*loop.partial, *loop.split)[0]]
-            handed.append(self._emit(origin, aten.full.default, ([], start), options, f"start_{number}"))
-        operands = (*handed, *sums)
+    def _run(
+        self,
+        loop: Loop,
+        piece: Piece,
+        handed: Sequence[fx.Node],
+        start: fx.Node | None,
+        sums: Sequence[fx.Node],
+        parts: Sequence[list[_Part]],
+    ) -> list[fx.Node]:
+        """Call the body for one slice, or a graph that calls it for several; the new sums."""
+        called = self.called[loop.level, piece.length]
+        order = called.body.order if piece.count == 1 else tuple(range(len(called.body.order)))
+        results = self._called(loop, piece, [*handed, *([start] if start is not None else []), *sums], order)
+        for put, part in zip(parts, results[len(sums) :], strict=True):
+            put.append(_Part(part, piece.length * piece.count))
+        return results[: len(sums)]
+
+    def _called(self, loop: Loop, piece: Piece, operands: Sequence[fx.Node], order: Sequence[int]) -> list[fx.Node]:
+        """The results of a call, in the order of ``Loop.partial`` and ``Loop.split``."""
+        called = self.called[loop.level, piece.length]
+        name = called.name if piece.count == 1 else chunk_name(called.name, piece.count)
+        if name not in self.attributes:
+            self.attributes[name] = called.graph if piece.count == 1 else self._chunk(loop, piece)
+        attribute = self.graph.create_node("get_attr", name, (), {}, name=f"{name}_graph")
         call = self.graph.create_node(
-            "call_function",
-            self.call,
-            (attribute, called.name, *operands),
-            {},
-            name=f"loop_{loop.level}_slice_{number}",
+            "call_function", self.call, (attribute, name, *operands), {}, name=f"loop_{loop.level}_from_{piece.start}"
         )
-        (output,) = called.body.module.graph.find_nodes(op="output")
+        graph = called.body.module.graph if piece.count == 1 else self.attributes[name].graph
+        (output,) = graph.find_nodes(op="output")
         call.meta["val"] = tuple(result.meta["val"] for result in output.args[0])
         results: dict[int, fx.Node] = {}
-        for place, k in enumerate(called.body.order):
-            index = (*loop.partial, *loop.split)[k]
-            part = self.graph.create_node(
-                "call_function", operator.getitem, (call, place), {}, name=f"{self.joint.values[index].name}_{number}"
-            )
-            part.meta = {**_origin(self.joint.nodes[index]), "val": call.meta["val"][place]}
+        for place, k in enumerate(order):
+            origin = self.joint.nodes[(*loop.partial, *loop.split)[k]]
+            label = f"{origin.name}_{piece.start}"
+            part = self.graph.create_node("call_function", operator.getitem, (call, place), {}, name=label)
+            part.meta = {**_origin(origin), "val": call.meta["val"][place]}
             results[k] = part
         return [results[k] for k in range(len(results))]
 
-    def _handed(self, handed: Handed, start: int, length: int, number: int) -> fx.Node:
-        whole, split = self.env[handed.value], handed.split
+    def _chunk(self, loop: Loop, piece: Piece) -> fx.GraphModule:
+        """A graph that calls the body for several slices, so that a graph of many slices stays small."""
+        outside, attributes = self.graph, self.attributes
+        self.graph, self.attributes = fx.Graph(), {}
+        batch = piece.length * piece.count
+        wholes = [self._input_of_chunk(self._handed_val(h, batch)) for h in loop.handed]
+        first = self._input_of_chunk(torch.empty((), dtype=torch.int64, device=self.joint.device_type))
+        sums = [self._input_of_chunk(self._sum_val(index)) for index in loop.partial]
+        parts: list[list[_Part]] = [[] for _ in loop.split]
+        for number in range(piece.count):
+            one = Piece(number * piece.length, piece.length, 1)
+            handed = [self._handed(h, whole, one, batch) for h, whole in zip(loop.handed, wholes, strict=True)]
+            origin = self.joint.nodes[(*loop.partial, *loop.split)[0]]
+            start = self._emit(origin, aten.add.Tensor, (first, one.start), {}, "start") if loop.takes_start else None
+            sums = self._run(loop, one, handed, start, sums, parts)
+        whole_parts = [self._put_together(i, slices) for i, slices in zip(loop.split, parts, strict=True)]
+        if not loop.takes_start:
+            self.graph.erase_node(first)
+        self.graph.output((*sums, *whole_parts))
+        module = fx.GraphModule(dict(self.attributes), self.graph)
+        self.graph, self.attributes = outside, attributes
+        return module
+
+    def _input_of_chunk(self, val: Any) -> fx.Node:
+        placeholder = self.graph.placeholder(f"handed_{len(self.graph.nodes)}")
+        placeholder.meta = {"val": val}
+        return placeholder
+
+    def _handed_val(self, handed: Handed, length: int) -> Any:
+        full = self.joint.nodes[handed.value].meta["val"]
+        return full if handed.split is None else sliced_val(full, handed.split, length)
+
+    def _sum_val(self, index: int) -> torch.Tensor:
+        full: torch.Tensor = self.joint.nodes[index].meta["val"]
+        return full.new_empty(full.shape, dtype=self.accumulate(full.dtype))
+
+    def _start(self, loop: Loop, start: int) -> fx.Node:
+        origin = self.joint.nodes[(*loop.partial, *loop.split)[0]]
+        options = {"dtype": torch.int64, "device": self.joint.device_type}
+        return self._emit(origin, aten.full.default, ([], start), options, "start")
+
+    def _handed(self, handed: Handed, whole: fx.Node, piece: Piece, batch: int) -> fx.Node:
+        """What a call is handed of a value that has ``batch`` samples here."""
+        split, origin = handed.split, self.joint.nodes[handed.value]
         if split is None:
             return whole
-        origin = self.joint.nodes[handed.value]
+        start, stop = piece.start, piece.start + piece.length * piece.count
         if split.outer == 1:
-            ends = (split.axis, start * split.inner, (start + length) * split.inner)
-            return self._emit(origin, aten.slice.Tensor, (whole, *ends), {}, f"slice_{number}")
-        shape = list(origin.meta["val"].shape)
-        apart = [*shape[: split.axis], split.outer, self.step.axes.batch, split.inner, *shape[split.axis + 1 :]]
-        viewed = self._emit(origin, aten.reshape.default, (whole, apart), {}, f"apart_{number}")
-        ends = (split.axis + 1, start, start + length)
-        part = self._emit(origin, aten.slice.Tensor, (viewed, *ends), {}, f"slice_{number}")
-        local = list(split.local_shape(shape, length))
-        return self._emit(origin, aten.reshape.default, (part, local), {}, f"merged_{number}")
+            ends = (split.axis, start * split.inner, stop * split.inner)
+            return self._emit(origin, aten.slice.Tensor, (whole, *ends), {}, "slice")
+        shape = list(whole.meta["val"].shape)
+        apart = [*shape[: split.axis], split.outer, batch, split.inner, *shape[split.axis + 1 :]]
+        viewed = self._emit(origin, aten.reshape.default, (whole, apart), {}, "apart")
+        part = self._emit(origin, aten.slice.Tensor, (viewed, split.axis + 1, start, stop), {}, "slice")
+        local = list(split.local_shape(shape, stop - start))
+        return self._emit(origin, aten.reshape.default, (part, local), {}, "merged")
 
     def _zeros(self, index: int) -> fx.Node:
         node = self.joint.nodes[index]
@@ -189,19 +285,22 @@ class _OuterBuilder:
             return total
         return self._emit(node, torch.ops.prims.convert_element_type.default, (total, dtype), {}, "total")
 
-    def _put_together(self, index: int, slices: list[fx.Node]) -> fx.Node:
+    def _put_together(self, index: int, slices: Sequence[_Part]) -> fx.Node:
         node = self.joint.nodes[index]
         split = self.step.axes.states[index].split
         assert isinstance(split, Split)
+        if len(slices) == 1:
+            return slices[0].node
         if split.outer == 1:
-            return self._emit(node, aten.cat.default, (slices, split.axis), {}, "all")
+            return self._emit(node, aten.cat.default, ([part.node for part in slices], split.axis), {}, "all")
         full = list(node.meta["val"].shape)
         apart = []
-        for part, length in zip(slices, self.step.lengths, strict=True):
-            shape = [*full[: split.axis], split.outer, length, split.inner, *full[split.axis + 1 :]]
-            apart.append(self._emit(node, aten.reshape.default, (part, shape), {}, "apart"))
+        for part in slices:
+            shape = [*full[: split.axis], split.outer, part.length, split.inner, *full[split.axis + 1 :]]
+            apart.append(self._emit(node, aten.reshape.default, (part.node, shape), {}, "apart"))
         together = self._emit(node, aten.cat.default, (apart, split.axis + 1), {}, "all")
-        return self._emit(node, aten.reshape.default, (together, full), {}, "merged")
+        length = sum(part.length for part in slices)
+        return self._emit(node, aten.reshape.default, (together, list(split.local_shape(full, length))), {}, "merged")
 
     # -- results
 

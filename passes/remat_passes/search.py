@@ -22,6 +22,8 @@ from .holds import boundaries, holds
 from .joint import JointGraph, Side
 from .legality import Permission
 from .memory import MemoryModel, Projection
+from .prices import instant_bound_ps
+from .repair import ladder, repaired
 from .units import format_bytes
 
 # Bounds on the work of a search. The hull of a 12-layer GPT has about 20 vertices, and a vertex takes two solves; both
@@ -37,6 +39,10 @@ MEMORY_STEPS = 512  # units of memory in the table of the chain
 # networks, a llama-style one of 96 layers among them.
 TABLE_ERROR = 0.05
 NUM_LAST = 8  # of the chain's plans in the least memory, of which the smallest is taken
+
+# A walk of repair.py ends where the chain's plans are faster by this part of the step: it does not catch up again
+# (docs/decisions/0008-repair-on-a-ladder.md).
+REPAIR_MARGIN = 0.01
 
 # Without a budget, plans whose projected steps differ by less than this count as equally fast and the lowest peak wins:
 # the cost model does not resolve a difference as small (docs/decisions/0003-no-budget.md has the measurements).
@@ -120,6 +126,10 @@ def search(
         considered.add_lazily(main.vertices)
     between_vertices = _between_all(problem, main, MAX_LEAP if plans is None else 0)
     considered.add_lazily(between_vertices)
+    fastest = Candidate(main.vertices[0], model.project(main.vertices[0]))
+    if fastest.projection.peak_bytes > limit:  # else no plan is faster
+        margin_ps = round(REPAIR_MARGIN * (fixed_ps + fastest.cut.time_ps))
+        considered.add(_repaired(joint, settled, model, main, fastest, plans, margin_ps))
     chosen = considered.best()
     if budget_bytes is not None and len(decidable(problem)) <= MAX_DECIDABLE:
         better = best_cut(problem, model, limit, chosen.cut if chosen is not None else None)
@@ -135,17 +145,53 @@ def search(
         if budget_bytes is not None:
             smallest = chosen.projection
             raise refusal(budget_bytes, smallest.peak_bytes, smallest.peak_values, model.gradient_bytes)
-    return Choice(chosen, inductor, considered.frontier(), _bound_ps(joint, problem, model, main, limit, chosen))
+    return Choice(
+        chosen, inductor, considered.frontier(), _bound_ps(joint, problem, model, main, limit, chosen, fastest)
+    )
+
+
+def _repaired(
+    joint: JointGraph,
+    problem: CutProblem,
+    model: MemoryModel,
+    main: Sweep,
+    fastest: Candidate,
+    plans: _ChainPlans | None,
+    margin_ps: int,
+) -> list[Candidate]:
+    """The plans of repair.py, down to where the chain has clearly faster ones; none where its plans are within the
+    margin of the hull's bound at most limits of the ladder."""
+    top_bytes = fastest.projection.peak_bytes
+
+    def is_beaten(limit_bytes: int, time_ps: int) -> bool:
+        return plans is not None and plans.expected_ps(limit_bytes) + margin_ps < time_ps
+
+    def is_loose(limit_bytes: int) -> bool:
+        bound_ps = main.lower_bound_ps(limit_bytes - model.baseline_bytes)
+        return plans is None or (bound_ps is not None and plans.expected_ps(limit_bytes) > bound_ps + margin_ps)
+
+    limits = ladder(top_bytes, model.baseline_bytes)
+    if 2 * sum(is_loose(limit_bytes) for limit_bytes in limits) < len(limits):
+        return []
+    found = repaired(joint, problem, model, fastest.cut, top_bytes, is_beaten)
+    return [Candidate(plan.cut, plan.projection) for plan in found]
 
 
 def _bound_ps(
-    joint: JointGraph, problem: CutProblem, model: MemoryModel, main: Sweep, limit_bytes: int, chosen: Candidate
+    joint: JointGraph,
+    problem: CutProblem,
+    model: MemoryModel,
+    main: Sweep,
+    limit_bytes: int,
+    chosen: Candidate,
+    fastest: Candidate,
 ) -> int:
     """The least time of any plan within the limit; that of the chosen one where nothing better is known."""
     plain = chosen.cut if chosen.unrolled is None else chosen.unrolled.on_original(chosen.cut)
     bounds = (
         main.lower_bound_ps(max(0, limit_bytes - model.baseline_bytes)),  # all that is saved is alive between the sides
         lower_bound_ps(joint, problem, model, limit_bytes, plain),
+        instant_bound_ps(joint, problem, model, limit_bytes, [chosen.projection, fastest.projection]),
     )
     return min(chosen.cut.time_ps, max((bound for bound in bounds if bound is not None), default=chosen.cut.time_ps))
 
@@ -254,10 +300,16 @@ class _ChainPlans:
         cut = cut_of_saved(self.problem, self.held.always_saved.union(*held))
         return Candidate(cut, self.model.project(cut))
 
+    def expected_ps(self, limit_bytes: int) -> int:
+        """The time of the fastest plan within a limit, as the table tells it without a replay."""
+        units = (limit_bytes - self.model.baseline_bytes) // self.chain.unit_bytes
+        return self.chain.extra_ps(max(0, min(units, self.chain.num_units)))
+
     def within(self, limit_bytes: int) -> list[Candidate]:
         """The fastest plan that fits, and what was replayed to find it."""
         positions = range(len(self.units))
-        position = bisect.bisect_left(positions, True, key=lambda i: self._seems_to_fit(i, limit_bytes))
+        fits = self._fits if len(self.problem) <= MOST_VALUES_DRAWN else self._seems_to_fit
+        position = bisect.bisect_left(positions, True, key=lambda i: fits(i, limit_bytes))
         if position < len(positions) and not self._fits(position, limit_bytes):
             position = bisect.bisect_left(positions, True, key=lambda i: self._fits(i, limit_bytes))
         if position == len(positions):

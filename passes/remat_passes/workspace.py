@@ -22,11 +22,12 @@ HALF_PRECISION = (torch.bfloat16, torch.float16)
 # What oneDNN's GEMMs in half precision allocate for each thread, at most: blocks of the operands in the order of its
 # instructions. Measured over 40 shapes of up to 16 MiB on a CPU with AVX512_BF16: up to 1.68 MiB; while rows are short
 # enough to stay whole, less: 0.07 MiB and up to 0.66 KiB an element; and where the operands themselves are small, up to
-# 2.5 times the largest and 0.02 MiB (144 layouts of 16 to 2048 rows and columns, 1 and 2 threads).
+# 2.5 times the largest and 0.02 MiB, or the largest and 0.08 MiB (144 layouts of 16 to 2048 rows and columns, with 1
+# and 2 threads).
 GEMM_BUFFER_BYTES = 2 * 2**20
 GEMM_WHOLE_ROW = 512
 GEMM_ROW_BUFFER_BYTES, GEMM_ELEMENT_BUFFER_BYTES = 5 * 2**14, 2**10
-GEMM_SMALL_MULTIPLE, GEMM_SMALL_BUFFER_BYTES = 3, 2**15
+GEMM_SMALL = ((3, 2**15), (1, 3 * 2**15))  # times the largest operand, and bytes
 # The types whose convolutions oneDNN computes; others go through columns (aten/src/ATen/native/ConvolutionMM2d.cpp).
 ONEDNN_CONVOLUTION = (torch.float32, torch.bfloat16)
 # How ATen's attention on CPU cuts its work: rows of queries, by the fewest tokens, and columns of keys
@@ -87,7 +88,7 @@ def gemm_bytes(row: int | None, largest_bytes: int, threads: int) -> int:
     most = GEMM_BUFFER_BYTES
     if row is not None and row <= GEMM_WHOLE_ROW:
         most = GEMM_ROW_BUFFER_BYTES + GEMM_ELEMENT_BUFFER_BYTES * row
-    return threads * min(most, GEMM_SMALL_MULTIPLE * largest_bytes + GEMM_SMALL_BUFFER_BYTES)
+    return threads * min(most, *(times * largest_bytes + more_bytes for times, more_bytes in GEMM_SMALL))
 
 
 def convolution_bytes(layouts: Sequence[Layout], output_numel: int, dtype: torch.dtype, threads: int) -> int:

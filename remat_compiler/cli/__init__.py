@@ -66,9 +66,7 @@ def main() -> None:
 
 @main.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("--budget", metavar="SIZE", help="Peak memory of a step: 8GiB, 512MiB, 60% (of Inductor's) or auto.")
-@click.option(
-    "--microbatches", metavar="N", help="Slices that the batch runs in: 1 or auto, which means 1 in this version."
-)
+@click.option("--microbatches", metavar="N", help="Slices that the batch runs in, or auto (1 in this version).")
 @click.option("--dump-dir", metavar="DIR", help="Folder to write the plans to, for 'remat dump', 'explain' and 'diff'.")
 @click.option("--format", "form", type=TEXT_OR_JSON, default="text", help="How to print the plans.  [default: text]")
 @click.argument("script", metavar="TRAIN.py")
@@ -151,9 +149,9 @@ def frontier_command(path: Path, form: str, picture: Path | None) -> None:
 @click.argument("value")
 @click.option("--format", "form", type=TEXT_OR_JSON, default="text", help="How to print it.  [default: text]")
 def explain_command(path: Path, value: str, form: str) -> None:
-    """Say why one VALUE was saved or recomputed.
+    """Say why one VALUE was saved or recomputed, and how it depends on the batch where that is split.
 
-    VALUE is a name that 'remat dump FILE' shows.
+    VALUE is a name that 'remat dump FILE' shows. Of a step in micro-batches it may be any value.
 
     \b
     Example:

@@ -19,6 +19,7 @@ from .comparison import Change, Pairing, PlanDiff, compare, pair_up
 from .groups import group_record
 from .headline import count, time_text
 from .plan_files import WrongUse, read_plans
+from .slices import moved_values, split_record, split_sections
 from .tables import (
     BOLD,
     DIM,
@@ -107,7 +108,9 @@ def _pair_section(entry: PlanDiff, width: int) -> list[Text]:
     parts: list[Text] = [heading(clean(" -> ".join(ids)) + by_order, width)]
     if entry.same:
         return [*parts, paragraph("the plans are the same", width, indent=2)]
-    parts += [Text(), _figure_table(entry, width), *change_sections(entry, width)]
+    parts += [Text(), _figure_table(entry, width)]
+    parts += split_sections(entry.a.microbatches, entry.b.microbatches, width)
+    parts += change_sections(entry, width)
     return parts + _rest(entry, width)
 
 
@@ -188,6 +191,11 @@ def _pair_record(entry: PlanDiff) -> dict[str, Any]:
         "matched_by": entry.match,
         "same": entry.same,
         "figures": {figure.field: _figure_record(entry, figure) for figure in FIGURES},
+        "microbatches": {
+            "a": split_record(entry.a.microbatches),
+            "b": split_record(entry.b.microbatches),
+            "values_changed": moved_values(entry.a.microbatches, entry.b.microbatches),
+        },
         "decisions_changed": [_change_record(change) for change in entry.changes],
         "groups_changed": [group_record(group) for group in Changes.of(entry).groups()],
         "only_in_a": [value.name for value in entry.only_in_a],

@@ -13,12 +13,13 @@ from typing import Any
 
 from rich.text import Text
 
-from remat_passes.plan import RematPlan, ValuePlan
+from remat_passes.plan import BatchInput, BatchValue, RematPlan, ValuePlan
 from remat_passes.units import format_bytes
 
 from .groups import shape_text
 from .headline import count, time_text
 from .plan_files import WrongUse, read_one_plan
+from .slices import OUTSIDE, batch_rows, input_text
 from .tables import BOLD, Row, clean, labelled, page_width, print_parts, wrapped, write
 
 NUM_NAMED = 6  # more names than this are counted
@@ -41,21 +42,36 @@ class Explanation:
     missing: tuple[str, ...]  # what recomputing it reads and backward does not have
     needed_by: tuple[ValuePlan, ...]  # recomputed values that read it
     alive_at_peak: bool
+    batch: BatchValue | None = None  # how it depends on the batch, where that is split
 
 
 def explain_value(path: Path, name: str, form: str) -> None:
-    """Say on stdout what was decided for the value ``name`` of the plan at ``path``.
+    """Say on stdout what was decided for the value ``name`` of the plan at ``path``, and how it depends on the batch.
 
     Raises:
         WrongUse: there is nothing at ``path``, or the plan has no such value.
         PlanFileError: there is no plan at ``path``, or a damaged one.
     """
     plan = read_one_plan(path)
-    explanation = explained(plan, name)
-    if form == "json":
-        write(json.dumps(explanation_record(plan, explanation), sort_keys=True, indent=1) + "\n", sys.stdout)
+    width = page_width(sys.stdout)
+    undecided = None if any(value.name == name for value in plan.values) else batch_entry(plan, name)
+    if undecided is None:
+        explanation = explained(plan, name)
+        record, parts = explanation_record(plan, explanation), sentences(explanation, width)
     else:
-        print_parts(sentences(explanation, page_width(sys.stdout)), sys.stdout)
+        record, parts = batch_record(plan, undecided), batch_sentences(plan, undecided, width)
+    if form == "json":
+        write(json.dumps(record, sort_keys=True, indent=1) + "\n", sys.stdout)
+    else:
+        print_parts(parts, sys.stdout)
+
+
+def batch_entry(plan: RematPlan, name: str) -> BatchValue | BatchInput | None:
+    """What is known of a value, or of an input that carries the batch, of a step that is split."""
+    if plan.microbatches is None:
+        return None
+    entries: tuple[BatchValue | BatchInput, ...] = (*plan.microbatches.values, *plan.microbatches.inputs)
+    return next((entry for entry in entries if entry.name == name), None)
 
 
 def explained(plan: RematPlan, name: str) -> Explanation:
@@ -66,7 +82,7 @@ def explained(plan: RematPlan, name: str) -> Explanation:
     """
     known = {value.name: value for value in plan.values}
     if name not in known:
-        raise WrongUse(_unknown(plan, name, list(known)))
+        raise WrongUse(_unknown(plan, name, list(dict.fromkeys([*known, *_batch_names(plan)]))))
     value = known[name]
     inputs = tuple(dict.fromkeys(value.inputs))
     return Explanation(
@@ -76,7 +92,18 @@ def explained(plan: RematPlan, name: str) -> Explanation:
         missing=tuple(source for source in inputs if source not in known and not _is_input(source)),
         needed_by=tuple(user for user in plan.values if user.decision == "recompute" and name in user.inputs),
         alive_at_peak=any(alive.name == name for alive in plan.peak_values),
+        batch=_batch_value(plan, name),
     )
+
+
+def _batch_names(plan: RematPlan) -> list[str]:
+    split = plan.microbatches
+    return [] if split is None else [*(given.name for given in split.inputs), *(entry.name for entry in split.values)]
+
+
+def _batch_value(plan: RematPlan, name: str) -> BatchValue | None:
+    entry = batch_entry(plan, name)
+    return entry if isinstance(entry, BatchValue) else None
 
 
 def _spellings(name: str, known: Sequence[str]) -> str:
@@ -103,7 +130,27 @@ def sentences(explanation: Explanation, width: int) -> list[Text]:
     ]
     if explanation.alive_at_peak:
         rows.append(("at the peak", "it is alive at the projected peak"))
+    if explanation.batch is not None:
+        rows += batch_rows(explanation.batch)
     return [wrapped(title, width), Text(), labelled(rows, width)]
+
+
+def batch_sentences(plan: RematPlan, entry: BatchValue | BatchInput, width: int) -> list[Text]:
+    """A value about which nothing had to be decided, for a person."""
+    if isinstance(entry, BatchInput):
+        text = f"{input_text(entry)} is an input that carries the batch: each slice is handed its own part of it."
+        return [wrapped(Text(text), width)]
+    title = Text.assemble((clean(entry.name), BOLD), " is neither saved nor recomputed: ", _why_undecided(entry))
+    rows: list[Row] = [("what", clean(entry.op)), ("source", _or_dash(entry.source)), *batch_rows(entry)]
+    if any(alive.name == entry.name for alive in plan.peak_values):
+        rows.append(("at the peak", "it is alive at the projected peak"))
+    return [wrapped(title, width), Text(), labelled(rows, width)]
+
+
+def _why_undecided(entry: BatchValue) -> str:
+    if entry.where == OUTSIDE:
+        return "it is computed outside of the loops."
+    return "it is no forward value that backward needs."
 
 
 def _or_dash(text: str) -> str:
@@ -115,7 +162,8 @@ def _cost(explanation: Explanation) -> str:
     if not math.isfinite(value.cost_us):
         return "it cannot be computed again"
     had = _named([f"{read.name} ({read.decision}, {format_bytes(read.bytes)})" for read in explanation.reads])
-    held = f"{_named(explanation.inputs)} (an input of the step)" if explanation.inputs else ""
+    what = "an input of the step" if explanation.batch is None else "handed to each slice"
+    held = f"{_named(explanation.inputs)} ({what})" if explanation.inputs else ""
     names = ", and ".join(part for part in (had, held, _missing(explanation)) if part)
     return f"costs {time_text(value.cost_us)} and reads {names or 'no other value'}"
 
@@ -127,10 +175,17 @@ def _is_input(name: str) -> bool:
 
 def _unknown(plan: RematPlan, name: str, known: list[str]) -> str:
     if _is_input(name) or any(alive.name == name for alive in plan.peak_values):
+        if plan.microbatches is not None:
+            return (
+                f"Nothing was decided about {name!r} in {plan.graph_id}: it is handed to the loops, or it is a sum or a"
+                f" slice of another value.{_spellings(name, known)}"
+            )
         return (
             f"Nothing was decided about {name!r} in {plan.graph_id}: backward does not need it from forward."
             " It is an input, or it lives in one half of the step only."
         )
+    if plan.microbatches is not None:
+        return f"{plan.graph_id} has no value {name!r}.{_spellings(name, known)}"
     return (
         f"{plan.graph_id} has no value {name!r} that backward needs.{_spellings(name, known)}"
         " 'remat dump --all FILE' lists them."
@@ -180,7 +235,14 @@ def explanation_record(plan: RematPlan, explanation: Explanation) -> dict[str, A
         "needed_by": [_neighbour(user) for user in explanation.needed_by],
         "alive_at_peak": explanation.alive_at_peak,
         "other_decision": _other_decision(value),
+        "batch": None if explanation.batch is None else asdict(explanation.batch),
     }
+
+
+def batch_record(plan: RematPlan, entry: BatchValue | BatchInput) -> dict[str, Any]:
+    """The same for a value about which nothing had to be decided."""
+    alive = any(alive.name == entry.name for alive in plan.peak_values)
+    return {"graph_id": plan.graph_id, "value": None, "alive_at_peak": alive, "batch": asdict(entry)}
 
 
 def _neighbour(value: ValuePlan) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from remat_passes.units import format_bytes, format_us
 
 from .certificate import certificate_lines
 from .groups import total
+from .slices import loops_text, slices_text
 from .tables import BOLD, DIM, INDENT, NOTE, Column, Row, clean, fitted_table, labelled, paragraph, wrapped
 
 
@@ -50,7 +51,7 @@ def _figures(plan: RematPlan) -> list[Row]:
         ("step time", time_text(plan.step_us), _against_inductor_step(plan)),
         ("saved", format_bytes(plan.saved_bytes), _saved(plan)),
         ("recompute", time_text(plan.recompute_us), _recomputed(plan)),
-        ("micro-batches", str(plan.num_microbatches), _slices(plan.num_microbatches)),
+        ("micro-batches", str(plan.num_microbatches), _slices(plan)),
         ("before the step", format_bytes(plan.baseline_bytes), "allocated already: parameters, buffers, inputs"),
         ("gradients", format_bytes(plan.gradient_bytes), "of the parameters, alive at the end of the step"),
     ]
@@ -89,7 +90,8 @@ def _against_inductor_step(plan: RematPlan) -> str:
 
 
 def _saved(plan: RematPlan) -> str:
-    return f"{count(total(plan.values, 'save').num_values, 'value')} kept from forward to backward"
+    values = f"{count(total(plan.values, 'save').num_values, 'value')} kept from forward to backward"
+    return values if plan.microbatches is None else f"{values}, in each slice"
 
 
 def _recomputed(plan: RematPlan) -> str:
@@ -98,11 +100,16 @@ def _recomputed(plan: RematPlan) -> str:
         return "nothing is computed twice"
     values = count(dropped.num_values, "dropped value")
     share = percent(plan.recompute_us, plan.step_us)
-    return f"{share} of the step, to compute {values} ({format_bytes(dropped.bytes)}) again"
+    each = "" if plan.microbatches is None else " in each slice"
+    return f"{share} of the step, to compute {values} ({format_bytes(dropped.bytes)}) again{each}"
 
 
-def _slices(num_microbatches: int) -> str:
-    return "the batch is not split" if num_microbatches == 1 else f"the batch runs in {num_microbatches} slices"
+def _slices(plan: RematPlan) -> str:
+    split = plan.microbatches
+    if split is not None:
+        return f"{split.batch} samples in {slices_text(split.lengths)}: {loops_text(split)}"
+    num = plan.num_microbatches
+    return "the batch is not split" if num == 1 else f"the batch runs in {num} slices"
 
 
 SUMMARY = [

@@ -70,11 +70,12 @@ def run_training(script: str, arguments: Sequence[str], settings: Settings, form
     if not plans and not fallbacks and not ending.raised:
         write(_no_plan(script), stderr)
     measured = measured_peaks()[: len(plans)]  # a thread of the script may still compile
+    verified = remat_compiler.verifications()
     if form == "json":
-        write(plans_json(plans, measured), stdout)
+        write(plans_json(plans, measured, verified), stdout)
     stream = stderr if ending.exit_code else stdout
     if form == "text" and plans and not stream.closed:  # by the script
-        print_parts(plan_table(plans, measured, settings.dump_dir, page_width(stream)), stream)
+        print_parts(plan_table(plans, measured, verified, settings.dump_dir, page_width(stream)), stream)
     return ending.exit_code
 
 
@@ -95,10 +96,6 @@ def check_settings(settings: Settings) -> None:
     if num is not None and num != "auto" and not (num.isascii() and num.isdigit() and int(num) >= 1):
         raise WrongUse(
             f"--microbatches {num!r} is no number of micro-batches: write a whole number above zero, or auto."
-        )
-    if num is not None and num != "auto" and int(num) > 1:
-        raise WrongUse(
-            f"--microbatches {num}: this version of remat does not split the batch yet. Leave it at 1 or auto."
         )
 
 
@@ -159,17 +156,27 @@ def _show(error: BaseException) -> None:
     sys.excepthook(type(error), error.with_traceback(inner), inner)
 
 
-def plans_json(plans: Sequence[RematPlan], measured: Sequence[int | None]) -> str:
-    """The plans as an array of what plan files hold, each with the measured peak of its first step."""
+def plans_json(plans: Sequence[RematPlan], measured: Sequence[int | None], verified: Sequence[str]) -> str:
+    """The plans as an array of what plan files hold, each with the measured peak of its first step, and what came of
+    running that step unsplit as well."""
     records = [
-        {"schema": SCHEMA, "measured_peak_bytes": peak, **asdict(plan)}
+        {"schema": SCHEMA, "measured_peak_bytes": peak, "verification": _verified(plan, verified), **asdict(plan)}
         for plan, peak in zip(plans, measured, strict=True)
     ]
     return json.dumps(records, sort_keys=True, indent=1) + "\n"
 
 
+def _verified(plan: RematPlan, verified: Sequence[str]) -> str | None:
+    """The sentence about this plan; each begins with the name of its graph."""
+    return next((text for text in verified if text.startswith(f"{plan.graph_id}:")), None)
+
+
 def plan_table(
-    plans: Sequence[RematPlan], measured: Sequence[int | None], dump_dir: str | None, width: int
+    plans: Sequence[RematPlan],
+    measured: Sequence[int | None],
+    verified: Sequence[str],
+    dump_dir: str | None,
+    width: int,
 ) -> list[Text]:
     """What was planned, what the first steps took, and where to read more."""
     first = plans[0]
@@ -180,6 +187,7 @@ def plan_table(
         else "'remat run --dump-dir DIR' keeps the plans, and 'remat dump DIR' shows every decision and its reason."
     )
     lines = [_measured(plan, peak) for plan, peak in zip(plans, measured, strict=True) if peak is not None]
+    lines += verified
     return [
         heading(title, width),
         Text(),

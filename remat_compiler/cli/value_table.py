@@ -46,7 +46,8 @@ def value_section(plan: RematPlan, width: int, every_value: bool) -> list[Text]:
     if not plan.values:
         return []
     groups = group_values(plan.values)
-    title = f"What happens to the {count(len(plan.values), 'forward value')} that backward needs, by module"
+    each = "" if plan.microbatches is None else " in each slice"
+    title = f"What happens to the {count(len(plan.values), 'forward value')} that backward needs{each}, by module"
     root = source_root(plan.values)
     blocks = [_block(group, root, every_value) for group in groups]
     return [heading(title, width), *legend(groups, root, width), Text(), *draw_blocks(COLUMNS, blocks, width)]
