@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 import remat_passes
+from remat_passes.batch import split_notes
 from remat_passes.cost import CostGraph, price
 from remat_passes.cut import Cut, CutProblem
 from remat_passes.device import DeviceSpec
@@ -218,6 +219,8 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         if budget is not None and peak_bytes > (budget if self.limit_bytes is None else self.limit_bytes):
             raise refusal(budget, peak_bytes, choice.chosen.projection.peak_values, model.gradient_bytes)
         setting = self._setting(full, budget)
+        num_loops = sum(loop is not None for loop in graph.step.loops)
+        notes = (*setting.notes, *split_notes(full.joint, graph.step.axes, num_loops))
         plan = plan_of_split(
             staged.plan(choice, setting, self.spec),
             tuple(planned.values()),
@@ -226,7 +229,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
             graph.step,
             full.joint,
             graph.names,
-            setting.notes,
+            notes,
             tangents_are_known=graph.tangents_are_known,
         )
         return outer, Decided(staged.joint, choice, plan, text, time.perf_counter() - start)

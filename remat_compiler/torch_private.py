@@ -600,6 +600,10 @@ def extract_modules(
     else:
         tensors += opaque
     forward, backward = partitioners._extract_fwd_bwd_modules(joint_module, tensors, **keywords)
+    # Extraction copies a random op wherever its operands are, and no sweep of dead code takes one that draws from a
+    # generator (Inductor's fallback_random): a repetition in forward, and in backward all that nothing reads, goes here.
+    forward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=not repetition_of(node.name)))
+    backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     if any(_draws_again(node, recomputed) for node in joint_module.graph.nodes):
         forward, backward = partitioners.functionalize_rng_ops(joint_module, forward, backward, len(sizes))
     return forward, backward

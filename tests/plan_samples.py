@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from remat_passes.plan import SCHEDULE_CLASS, Decision, FrontierPoint, Moment, PeakValue, RematPlan, ValuePlan
+from remat_passes.plan import (
+    SCHEDULE_CLASS,
+    BatchInput,
+    BatchValue,
+    Decision,
+    FrontierPoint,
+    Microbatches,
+    Moment,
+    PeakValue,
+    RematPlan,
+    ValuePlan,
+)
 
 MIB = 2**20
 
@@ -150,3 +161,47 @@ def step_timeline(num_layers: int) -> tuple[Moment, ...]:
         Moment(f"mm_{at}", f"blocks.{at}", "backward", (60 + 2 * at) * MIB) for at in reversed(range(num_layers))
     ]
     return (*forward, peak, *backward)
+
+
+def batch_value(name: str, dependence: str, where: str, **fields: object) -> BatchValue:
+    """A value of a step that is split; ``fields`` say what is different about it."""
+    axis = 0 if dependence == "split" else None
+    sample = BatchValue(name, "aten.mul.Tensor", "model.py:7", dependence, axis, where, why="")
+    return replace(sample, **fields)  # type: ignore[arg-type]
+
+
+# A contrastive step: two loops in forward, around a tail that needs the whole batch.
+CONTRASTIVE = Microbatches(
+    batch=14,
+    lengths=(4, 4, 3, 3),
+    num_loops=2,
+    runs_in="forward",
+    inputs=(BatchInput("images", 0), BatchInput("texts", 1)),
+    values=(
+        batch_value("permute", "same in every slice", "outside", op="aten.permute.default"),
+        batch_value("iota", "same in every slice", "loop 1", op="prims.iota.default"),
+        batch_value("ne", "split", "loop 0 and outside", op="aten.ne.Scalar"),
+        batch_value("count", "partial sum", "outside", op="aten.sum.default"),
+        batch_value("a", "split", "loop 0 and loop 1"),
+        batch_value("b", "split", "loop 0 and loop 1", axis=1),
+        batch_value("mm", "whole batch", "outside", op="aten.mm.default", why="aten.mm.default needs the whole batch"),
+        batch_value("exp", "whole batch", "outside", op="aten.exp.default"),
+        batch_value(
+            "mm_1", "whole batch", "outside", op="aten.mm.default", why="aten.mm.default needs the whole batch"
+        ),
+        batch_value("scaled", "split", "loop 1", why="aten.mul.Tensor needs mean, which is a sum over the whole batch"),
+        batch_value("grad", "partial sum", "loop 1", op="aten.mm.default"),
+        batch_value("unused", "split", "not computed"),
+    ),
+)
+
+
+def contrastive_plan(**fields: object) -> RematPlan:
+    """The plan of ``CONTRASTIVE``: of its values ``a`` is saved and ``b`` recomputed in each slice."""
+    values = [
+        value("primals_1", op="input", decision="free", reason="an input", cost_us=0.0),
+        value("a", inputs=("primals_1", "primals_2")),
+        value("b", decision="recompute", inputs=("a",)),
+    ]
+    sample = plan(values, num_microbatches=4, microbatches=CONTRASTIVE, peak_values=(PeakValue("grad_0", MIB, "head"),))
+    return replace(sample, **fields)  # type: ignore[arg-type]

@@ -17,27 +17,40 @@ from remat_passes.chain import UNREACHABLE, Chain, ChainBlock, ChainPlan, Drop, 
 # -- the oracle -------------------------------------------------------------------------------------------------------
 
 
-def walk(chain: Sequence[ChainBlock], plan: ChainPlan, held_bytes: int = 0) -> tuple[int, int]:
-    """The additional time (ps) and the highest number of bytes of one pass over blocks and of their backward."""
-    time_ps, peak_bytes = 0, held_bytes
+def walk(
+    chain: Sequence[ChainBlock], plan: ChainPlan, held_bytes: int = 0, kept_bytes: int | None = None
+) -> tuple[int, int]:
+    """The additional time (ps) and the highest number of bytes of one pass over blocks and of their backward.
+
+    ``kept_bytes`` are there of the blocks before the pass comes to them; ``None`` in the first pass.
+    """
+    is_first, ahead_bytes = kept_bytes is None, kept_bytes or 0
+    time_ps, peak_bytes = 0, held_bytes + ahead_bytes
     before: list[int] = []
     for step in plan.steps:
         before.append(held_bytes)
         if isinstance(step, Hold):
-            peak_bytes = max(peak_bytes, held_bytes + step.option.forward_peak_bytes)
+            reached = chain[step.first : step.first + step.option.span]
+            ahead_bytes -= 0 if is_first else sum(block.kept_bytes for block in reached)
+            peak_bytes = max(peak_bytes, held_bytes + step.option.forward_peak_bytes + ahead_bytes)
             held_bytes += step.option.held_bytes
             time_ps += step.option.extra_ps
         else:
             dropped = chain[step.first : step.until]
-            held_bytes += dropped[0].input_bytes
-            peak_bytes = max(peak_bytes, held_bytes, *(before[-1] + block.pass_peak_bytes for block in dropped))
+            behind_bytes = 0
+            for block in dropped:
+                ahead_bytes -= 0 if is_first else block.kept_bytes
+                peak_bytes = max(peak_bytes, before[-1] + behind_bytes + block.pass_peak_bytes + ahead_bytes)
+                behind_bytes += block.kept_bytes
+            held_bytes += dropped[0].input_bytes + behind_bytes
             time_ps += sum(block.pass_ps for block in dropped)
-        peak_bytes = max(peak_bytes, held_bytes)
+        peak_bytes = max(peak_bytes, held_bytes + ahead_bytes)
     for step, held_before in reversed(list(zip(plan.steps, before, strict=True))):
         if isinstance(step, Hold):
             peak_bytes = max(peak_bytes, held_before + step.option.peak_bytes)
         else:
-            again_ps, again_bytes = walk(chain, step.again, held_before)
+            kept = sum(block.kept_bytes for block in chain[step.first : step.until])
+            again_ps, again_bytes = walk(chain, step.again, held_before, kept)
             time_ps, peak_bytes = time_ps + again_ps, max(peak_bytes, again_bytes)
     return time_ps, peak_bytes
 
@@ -63,18 +76,31 @@ def least_ps(chain: Sequence[ChainBlock], first: int, last: int, room_bytes: int
         return 0
     found: list[int] = []
     for option in chain[first].options:
-        needed = max(option.held_bytes, option.peak_bytes, option.forward_peak_bytes)
+        following = chain[first + option.span : last + 1]
+        ahead_bytes = sum(block.kept_bytes for block in following) if last < len(chain) - 1 else 0
+        needed = max(option.held_bytes, option.peak_bytes, option.forward_peak_bytes + ahead_bytes)
         if first + option.span - 1 <= last and needed <= room_bytes:
             rest = least_ps(chain, first + option.span, last, room_bytes - option.held_bytes)
             found += [option.extra_ps + rest] if rest is not None else []
     for until in range(first + 1, last + 1):
         dropped = chain[first:until]
-        if max(dropped[0].input_bytes, *(block.pass_peak_bytes for block in dropped)) <= room_bytes:
-            later = least_ps(chain, until, last, room_bytes - dropped[0].input_bytes)
+        stays_bytes = dropped[0].input_bytes + sum(block.kept_bytes for block in dropped)
+        if max(stays_bytes, *passing_bytes(chain, first, until, last)) <= room_bytes:
+            later = least_ps(chain, until, last, room_bytes - stays_bytes)
             again = least_ps(chain, first, until - 1, room_bytes)
             if later is not None and again is not None:
                 found.append(sum(block.pass_ps for block in dropped) + later + again)
     return min(found, default=None)
+
+
+def passing_bytes(chain: Sequence[ChainBlock], first: int, until: int, last: int) -> list[int]:
+    """While each of the blocks is passed over: what is kept of those before it, and ahead of it in a later pass."""
+    found = []
+    for k in range(first, until):
+        ahead = chain[k + 1 : last + 1] if last < len(chain) - 1 else ()
+        kept_bytes = sum(block.kept_bytes for block in (*chain[first:k], *ahead))
+        found.append(chain[k].pass_peak_bytes + kept_bytes)
+    return found
 
 
 def covered(plan: ChainPlan) -> list[int]:
@@ -97,28 +123,32 @@ def depth(plan: ChainPlan) -> int:
 
 
 def random_chain(seed: int, num_blocks: int, scale: int = 1) -> tuple[ChainBlock, ...]:
-    """Blocks with one to three options each, some of which hold two or three blocks as one."""
+    """Blocks with one to three options each, some of which hold two or three blocks as one; in every second chain some
+    keep bytes through a drop, which every option holds."""
     draw = random.Random(seed)
+    kept = [draw.choice([0, 0, 1, 2]) if seed % 2 else 0 for _ in range(num_blocks)]
 
-    def option(span: int) -> Option:
-        held = draw.randint(0, 4 * span)
+    def option(position: int, span: int) -> Option:
+        stays = sum(kept[position : position + span])
+        held = stays + draw.randint(0, 4 * span)
         return Option(
             span=span,
             held=frozenset(),
             held_bytes=held * scale + (draw.randrange(scale) if scale > 1 else 0),
             extra_ps=draw.randint(0, 9),
             peak_bytes=draw.randint(0, held + 4) * scale,  # below what is held where another block's bytes are freed
-            forward_peak_bytes=draw.randint(0, 5) * scale,
+            forward_peak_bytes=(stays + draw.randint(0, 5)) * scale,
         )
 
     def block(position: int) -> ChainBlock:
         longest = min(3, num_blocks - position)
         spans = [1, *(draw.randint(1, longest) for _ in range(draw.randint(0, 2)))]
         return ChainBlock(
-            options=tuple(option(span) for span in spans),
+            options=tuple(option(position, span) for span in spans),
             input_bytes=draw.randint(0, 3) * scale,
             pass_ps=draw.randint(1, 9),
-            pass_peak_bytes=draw.randint(0, 4) * scale,
+            pass_peak_bytes=(kept[position] + draw.randint(0, 4)) * scale,
+            kept_bytes=kept[position] * scale,
         )
 
     return tuple(block(position) for position in range(num_blocks))
@@ -156,15 +186,17 @@ def test_every_entry_of_the_table_is_the_recurrence(seed: int) -> None:
 
 def test_the_random_chains_have_plans_of_every_kind() -> None:
     """Else the comparisons above would say little."""
-    plans = []
+    plans, keeping = [], []
     for seed in range(40):
         chain = random_chain(seed, num_blocks=1 + seed % 5)
         table = Chain(chain, num_units=24, unit_bytes=1)
         plans += [table.plan(units) for units in table.breakpoints()]
+        keeping += plans[-len(table.breakpoints()) :] if any(block.kept_bytes for block in chain) else []
     holds = [step for plan in plans for step in plan.steps if isinstance(step, Hold)]
 
     assert {step.option.span for step in holds} == {1, 2, 3}
     assert {depth(plan) for plan in plans} >= {1, 2, 3}
+    assert {depth(plan) for plan in keeping} >= {1, 2, 3}
 
 
 # -- its plans --------------------------------------------------------------------------------------------------------

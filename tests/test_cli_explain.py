@@ -113,6 +113,7 @@ def test_the_record(tmp_path: Path) -> None:
         "needed_by": [],
         "alive_at_peak": False,
         "other_decision": {"decision": "recompute", "saved_bytes": -2 * MIB, "recompute_us": 55.0},
+        "batch": None,
     }
 
 

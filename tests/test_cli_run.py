@@ -116,11 +116,11 @@ ENVIRONMENT = 'import json, os; print(json.dumps({k: v for k, v in os.environ.it
 
 
 def test_the_options_reach_the_backend_through_the_environment(tmp_path: Path) -> None:
-    options = ("--budget", "8GiB", "--microbatches", "1", "--dump-dir", "plans")
+    options = ("--budget", "8GiB", "--microbatches", "12", "--dump-dir", "plans")
 
     assert json.loads(remat_run(tmp_path, ENVIRONMENT, *options)[1]) == {
         "REMAT_MEMORY_BUDGET": "8GiB",
-        "REMAT_NUM_MICROBATCHES": "1",
+        "REMAT_NUM_MICROBATCHES": "12",
         "REMAT_DUMP_DIR": str(tmp_path / "plans"),
     }
 
@@ -248,6 +248,15 @@ def test_the_measured_peak_in_json(tmp_path: Path) -> None:
         assert code == 0
         [record] = json.loads(stdout)
         assert record["measured_peak_bytes"] == peak
+
+
+def test_what_came_of_running_a_step_both_ways(tmp_path: Path) -> None:
+    sentence = "g00-1a2b3c4d: verified, 12 tensors, largest relative difference 1.4e-07"
+    text = f"{RECORD}from remat_compiler.plan_log import record_verification\nrecord_verification({sentence!r})\n"
+
+    assert f"\n  {sentence}\n" in remat_run(tmp_path, text)[1]
+    assert json.loads(remat_run(tmp_path, text, "--format", "json")[1])[0]["verification"] == sentence
+    assert json.loads(remat_run(tmp_path, RECORD, "--format", "json")[1])[0]["verification"] is None
 
 
 def test_the_plan_table_names_the_folder_to_look_into(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import remat_compiler
 from remat_compiler.cli import main
 from remat_compiler.options import OPTIONS
 from remat_passes.errors import RematError
-from remat_passes.plan import RematPlan, ValuePlan
+from remat_passes.plan import BatchValue, Microbatches, RematPlan, ValuePlan
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -89,8 +89,9 @@ def test_every_field_of_a_plan_is_documented_in_its_order() -> None:
     rows = table(section(ROOT / "docs/command-line.md", "## The plan file"))
     named = [name for row in rows for name in row[0].split(", ")]
     value_fields = [field.name for field in fields(ValuePlan)]
+    others = [field.name for kind in (RematPlan, Microbatches, BatchValue) for field in fields(kind)]
 
-    assert sorted(named) == sorted(["schema", *(field.name for field in fields(RematPlan)), *value_fields])
+    assert sorted(named) == sorted(["schema", *others, *value_fields])
     assert sorted(named[-len(value_fields) :]) == sorted(value_fields)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import compiled
-from plan_samples import MIB, plan
+from plan_samples import MIB, plan, value
 from torch import Tensor, nn
 from torch.profiler import profile
 
@@ -23,7 +23,7 @@ from remat_compiler import first_step
 from remat_compiler.cli.run import plan_table, plans_json
 from remat_compiler.first_step import MAX_FORWARDS, FirstStep, difference
 from remat_compiler.measure import measure_peak
-from remat_compiler.plan_log import measured_peaks, record
+from remat_compiler.plan_log import measured_peaks, record, record_measurement
 from remat_compiler.readback import Signature
 from remat_compiler.torch_private import AllocationLog, CompiledGraph
 from remat_passes.errors import RematWarning
@@ -90,6 +90,15 @@ def test_a_loss_inside_of_the_graph(fresh_compiler: None) -> None:
     trace = measure_peak(lambda: call(step.x, step.target).backward())
 
     assert peak == trace.above_baseline_bytes + step.plan().baseline_bytes
+
+
+def test_an_output_that_nobody_keeps(fresh_compiler: None) -> None:
+    """Tanh saves what it returns, and the loss does not keep it: backward would free it early, unlike projected."""
+    before = len(measured_peaks())
+    call = compiled(nn.Sequential(nn.Linear(WIDTH, 64 * WIDTH), nn.Tanh()))
+    call(torch.randn(ROWS, WIDTH)).square().sum().backward()
+
+    assert measured_peaks()[before] == pytest.approx(remat_compiler.plans()[before].projected_peak_bytes, rel=0.001)
 
 
 def test_gradients_are_those_of_an_unmeasured_step(step: Step) -> None:
@@ -231,6 +240,44 @@ def test_two_graphs_of_one_step_keep_apart(fresh_compiler: None) -> None:
     for graph, peak in zip(remat_compiler.plans()[before:], measured_peaks()[before:], strict=True):
         assert peak == pytest.approx(graph.projected_peak_bytes, rel=0.02)
     assert len(measured_peaks()) == before + 2
+
+
+def test_a_graph_that_is_kept_is_not_measured(step: Step) -> None:
+    """It keeps what it has saved to the end, which the plan does not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = F.cross_entropy(step.forward(), step.target)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert step.measured() == (None,)
+        step.run()
+
+    [peak] = step.measured()
+    assert peak == pytest.approx(step.plan().projected_peak_bytes, rel=0.001)
+
+
+def rows_that_are_set(model: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+    loss: Tensor = model(x)[mask.nonzero().squeeze(1)].exp().sum()
+    return loss
+
+
+def as_many_as_are_set(model: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+    """Only a number that backward reads depends on the mask, and no tensor of the plan."""
+    loss: Tensor = model(x).exp().sum() * mask.nonzero().shape[0]
+    return loss
+
+
+@pytest.mark.parametrize("loss", [rows_that_are_set, as_many_as_are_set])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_sizes_that_depend_on_contents_say_nothing_of_a_budget(loss: Callable[..., Tensor]) -> None:
+    model, mask = nn.Linear(WIDTH, WIDTH), torch.arange(32) % 2 == 0  # fewer rows than would hide the guess
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        call = compiled(lambda x: loss(model, x, mask))
+        with pytest.warns(RematWarning, match=r"projected as 8192 each, so nothing can be concluded") as caught:
+            call(torch.randn(32, WIDTH)).backward()
+
+    [warning] = [str(entry.message) for entry in caught if entry.category is RematWarning]
+    assert "memory_budget" not in warning
 
 
 @pytest.mark.inductor
@@ -561,6 +608,41 @@ def test_without_a_budget() -> None:
     text = difference(own, 90 * MIB)
     assert text is not None
     assert text.endswith("A memory_budget would be off by as much: it could be that much higher.")
+
+
+@pytest.mark.parametrize(
+    ("measured_mib", "verdict"), [(120, "(+20.0 %), 10.0 MiB over the budget."), (50, "(-50.0 %).")]
+)
+def test_a_budget_and_sizes_that_depend_on_contents(measured_mib: int, verdict: str) -> None:
+    own = replace(plan(), projected_peak_bytes=100 * MIB, budget_bytes=110 * MIB)
+
+    text = difference(own, measured_mib * MIB, is_guess=True)
+    assert text is not None
+    assert f"{verdict} Some of its sizes depend on the contents of tensors" in text
+    assert "memory_budget" not in text
+    assert difference(own, 101 * MIB, is_guess=True) is None
+
+
+def test_such_a_size_among_the_values_of_the_plan() -> None:
+    sizes = value("mm", shape=("2*u10 + 1", 16))
+    own = replace(plan(), projected_peak_bytes=100 * MIB, budget_bytes=None, values=(sizes,))
+    named = replace(own, values=(replace(sizes, shape=("s10", 16)),))
+
+    assert "nothing can be concluded" in str(difference(own, 50 * MIB))
+    assert "nothing can be concluded" not in str(difference(named, 50 * MIB))
+
+
+# From Python.
+
+
+def test_what_the_package_exports() -> None:
+    assert remat_compiler.RematWarning is RematWarning
+    assert {"RematWarning", "measured_peaks"} <= set(remat_compiler.__all__)
+    assert all(hasattr(remat_compiler, name) for name in remat_compiler.__all__)
+    number = record(plan(), 0.1)
+    record_measurement(number, 5)
+    assert remat_compiler.measured_peaks()[number] == 5
+    assert len(remat_compiler.measured_peaks()) == len(remat_compiler.plans())
 
 
 # What ``remat run`` ends with.

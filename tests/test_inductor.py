@@ -194,10 +194,6 @@ OTHER_MODELS: dict[str, Program] = {
 }
 
 
-# The memory model predicts the fusions and workspaces of these kinds less well (docs/limitations.md).
-EXCESS = 1.10
-
-
 @pytest.mark.parametrize("model", OTHER_MODELS)
 def test_other_models_stay_within_the_smallest_budget_and_below_plain_inductor(
     model: str, fresh_compiler: None
@@ -208,8 +204,8 @@ def test_other_models_stay_within_the_smallest_budget_and_below_plain_inductor(
     plain = measured("plain", plain_inductor, program)
 
     print(model, budget, tight.memory.peak_bytes, plain.memory.peak_bytes)
-    assert tight.memory.peak_bytes <= EXCESS * plain.memory.peak_bytes
-    assert tight.memory.peak_bytes <= EXCESS * budget
+    assert tight.memory.peak_bytes <= plain.memory.peak_bytes
+    assert tight.memory.peak_bytes <= budget
 
 
 def test_symbolic_sizes_under_the_smallest_budget(fresh_compiler: None) -> None:

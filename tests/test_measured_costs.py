@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import remat_compiler
-from remat_compiler import measured_costs
+from remat_compiler import calibrate, measured_costs
 from remat_compiler.calibrate import write_atomically
 from remat_compiler.measured_costs import check_cost_model, export_cost_table, hardware, kernel_times, time_kernel
 from remat_compiler.options import Options, parse_options
@@ -91,7 +91,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread ever waits for a core, whatever else runs on the machine of the tests."""
-    monkeypatch.setattr(measured_costs, "_waited_ns", lambda: 0)
+    monkeypatch.setattr(calibrate, "_waited_ns", lambda: 0)
 
 
 def only_file(folder: Path) -> Path:
@@ -406,7 +406,7 @@ def test_indices_go_round_through_the_axis() -> None:
 
 def test_a_run_that_waited_for_a_core_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = iter([0, 10**12, 0, 0])  # before and after the first run, before and after the second
-    monkeypatch.setattr(measured_costs, "_waited_ns", lambda: next(waits))
+    monkeypatch.setattr(calibrate, "_waited_ns", lambda: next(waits))
     assert measured_costs._cpu_us(lambda: None) is None
     assert measured_costs._cpu_us(lambda: None) is not None
 

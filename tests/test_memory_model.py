@@ -20,6 +20,7 @@ from remat_passes.cut import Cut, cut_of_saved
 from remat_passes.joint import JointGraph
 from remat_passes.memory import MemoryModel, Projection
 from remat_passes.plan import RematPlan
+from remat_passes.workspace import Layout, convolution_bytes, gemm_bytes
 
 aten = torch.ops.aten
 
@@ -282,6 +283,131 @@ def test_peak_values_add_up_to_the_peak(fuses: bool) -> None:
             assert sum(size for _, size in projection.peak_values) == projection.peak_bytes
             assert projection.peak_bytes == max(instant.bytes for instant in projection.timeline)
             assert projection.peak_values == tuple(sorted(projection.peak_values, key=lambda entry: -entry[1]))
+
+
+def test_a_part_that_is_saved_while_its_op_is_computed_again_is_there_twice_for_that_op_only() -> None:
+    build = JointBuilder()
+    x, tangent = build.primal(256), build.tangent(128)
+    top = build.call(aten.topk.default, build.call(aten.exp.default, x), 128)
+    values, indices = (build.call(operator.getitem, top, position) for position in (0, 1))
+    first = build.call(aten.mul.Tensor, tangent, indices)
+    joint = build.joint([build.call(aten.neg.default, values)], [build.call(aten.mul.Tensor, first, values)])
+    projection = project(joint, values.name)
+
+    # x, the output, values and the tangent take 2.5 KiB. Then exp; topk with indices and values again; without exp and
+    # the second values the product with indices, which it makes floats of; and the product with what was saved.
+    assert timeline_kib(projection)[1] == [3.5, 5.0, 4.5, 3.0]
+    assert f"{values.name} (copy)" in dict(projection.peak_values)
+    assert sum(size for _, size in projection.peak_values) == projection.peak_bytes
+
+
+def test_autograd_holds_a_scalar_tangent_to_the_end() -> None:
+    build = JointBuilder()
+    x = build.primal(256)
+    loss, tangent = build.call(aten.sum.default, x), build.tangent(1)
+    with build.mode:
+        tangent.meta["val"] = torch.empty(())
+    gradient = build.call(aten.exp.default, build.call(aten.neg.default, build.call(aten.mul.Tensor, x, tangent)))
+    joint = build.joint([loss], [gradient])
+
+    # x, the loss and the tangent, and one or two of the three results.
+    backward = [instant.bytes for instant in project(joint).timeline if instant.is_backward]
+    assert backward == [2 * KIB + 8, 3 * KIB + 8, 3 * KIB + 8]
+
+
+def test_a_product_that_is_only_added_runs_with_the_sum() -> None:
+    """So its operands wait for the other operand (Inductor makes an ``addmm`` of the two)."""
+    build = JointBuilder()
+    x, w, tangent = build.primal(64, 16), build.primal(16, 16), build.tangent(64, 16)
+    product = build.call(aten.mm.default, build.call(aten.t.default, x), tangent)
+    other = build.call(aten.mm.default, w, w)
+    joint = build.joint([x], [build.call(aten.add.Tensor, product, other)])
+
+    # x and w are there with 5 KiB, the tangent with 4, a product and the sum take 1 each.
+    assert timeline_kib(project(joint)) == ([], [10, 7, 8])
+    fused = project(joint, fuses=True)
+    assert [(instant.name, instant.bytes) for instant in fused.timeline] == [
+        ("mm_default", 10 * KIB),
+        ("add_tensor", 7 * KIB),
+    ]
+
+
+def test_a_product_that_something_else_reads_too_runs_by_itself() -> None:
+    build = JointBuilder()
+    x, tangent = build.primal(16, 16), build.tangent(16, 16)
+    product = build.call(aten.mm.default, x, tangent)
+    other = build.call(aten.mm.default, x, x)
+    total = build.call(aten.add.Tensor, product, other)
+    joint = build.joint([x], [total, product, other])
+
+    assert [instant.name for instant in project(joint, fuses=True).timeline] == [
+        "mm_default",
+        "mm_default_1",
+        "add_tensor",
+    ]
+
+
+def convolution(dtype: torch.dtype = torch.float32) -> JointGraph:
+    """A convolution of 8 channels to 16 with the plain layout, as ``nn.Conv2d`` has it."""
+    build = JointBuilder()
+    image, weight = build.primal(2, 8, 16, 16, dtype=dtype), build.primal(16, 8, 3, 3, dtype=dtype)
+    numbers = [[1, 1], [1, 1], [1, 1], False, [0, 0], 1]
+    return build.joint([build.call(aten.convolution.default, image, weight, None, *numbers)], [])
+
+
+def test_under_inductor_a_convolution_reads_channels_last_copies_of_its_inputs() -> None:
+    image, weight, out = 2 * 8 * 16 * 16 * 4, 16 * 8 * 9 * 4, 2 * 16 * 16 * 16 * 4
+
+    copied, convolved = (instant.bytes for instant in project(convolution(), fuses=True).timeline)
+    assert copied == 2 * (image + weight)
+    # oneDNN copies the weight once more, and takes 4 KiB and as much a thread.
+    assert convolved == 2 * (image + weight) + out + weight + 2 * 4 * KIB
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "size"), [(8, 8, 3), (24, 8, 3), (32, 64, 3), (8, 5, 1)])
+def test_a_convolution_takes_for_itself_what_is_said_or_a_little_less(inputs: int, outputs: int, size: int) -> None:
+    image, weight = torch.ones(4, inputs, 16, 16), torch.ones(outputs, inputs, size, size)
+    image, weight = (tensor.to(memory_format=torch.channels_last) for tensor in (image, weight))
+    numbers = ([1, 1], [size // 2] * 2, [1, 1], False, [0, 0], 1)
+    result = aten.convolution(image, weight, None, *numbers)
+    layouts = [Layout(tuple(tensor.shape), tensor.stride()) for tensor in (result, image, weight)]
+
+    def own_bytes(step: Callable[[], object], *results: Tensor) -> int:
+        step()
+        return measure_peak(step).peak_bytes - sum(tensor.nbytes for tensor in results)
+
+    threads = torch.get_num_threads()
+    forward = own_bytes(lambda: aten.convolution(image, weight, None, *numbers), result)
+    backward = own_bytes(
+        lambda: aten.convolution_backward(result, image, weight, None, *numbers, [True, True, False]), image, weight
+    )
+    said = convolution_bytes(layouts[1:], result.numel(), torch.float32, threads)
+    said_backward = convolution_bytes(layouts, result.numel(), torch.float32, threads)
+    slack = 16 * KIB * (1 + threads)
+    assert said - slack <= forward <= said + KIB
+    assert said_backward - slack <= backward <= said_backward + KIB
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 64), (512, 64, 64), (64, 1024, 64), (256, 1024, 512)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_half_precision_products_take_what_is_said_or_less(shape: tuple[int, int, int], is_transposed: bool) -> None:
+    rows, row, columns = shape
+    left = torch.ones(row, rows, dtype=torch.bfloat16).t() if is_transposed else torch.ones(rows, row).bfloat16()
+    right, out = torch.ones(row, columns).bfloat16(), torch.empty(rows, columns, dtype=torch.bfloat16)
+    torch.mm(left, right, out=out)
+    measured_bytes = measure_peak(lambda: torch.mm(left, right, out=out)).peak_bytes
+
+    assert measured_bytes <= gemm_bytes(row, max(t.nbytes for t in (left, right, out)), torch.get_num_threads()) + KIB
+
+
+def test_half_precision_products_take_buffers_for_each_thread() -> None:
+    build = JointBuilder()
+    x, w = build.primal(256, 1024, dtype=torch.bfloat16), build.primal(1024, 1024, dtype=torch.bfloat16)
+    joint = build.joint([build.call(aten.mm.default, x, w)], [])
+    one, four = (replace(staged(joint).model, num_threads=threads) for threads in (1, 4))
+    nothing = Cut(frozenset(), frozenset(), 0, 0)
+
+    assert four.project(nothing).peak_bytes - one.project(nothing).peak_bytes == 3 * 2 * MIB
 
 
 def test_saving_an_input_costs_nothing() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from remat_compiler.options import (
     OPTIONS,
@@ -22,7 +23,13 @@ from remat_passes.errors import ConfigError
 INDUCTOR_NAMES = ("max_autotune", "triton.cudagraphs", "memory_pool", "fallback_random", "epilogue_fusion")
 BUDGETS = 'Accepted: bytes (int), "8GiB", "512MiB", "8GB" (10^9), "60%", "auto".'
 NUMS = 'Accepted: an int >= 1, or "auto".'
-NAMES = "memory_budget, num_microbatches, batch_norm, cost_model, device_spec, dump_dir, lowering, fallback"
+NAMES = (
+    "memory_budget, num_microbatches, batch_norm, batch_axes, accumulate_dtype, verify, cost_model, device_spec,"
+    " dump_dir, lowering, fallback"
+)
+AXES = 'Accepted: the axis of each input that carries the batch: {"x": 0, "y": 0}, or "x=0, y=0".'
+DTYPES = 'Accepted: "float32" (sums over micro-batches of what is narrower), "float64" (of all), "same" (as they are).'
+BOOL = "Accepted: a bool: run the first step unsplit as well, and compare every gradient."
 
 
 def parse(options: dict[str, object] | None = None, **environ: str) -> Options:
@@ -42,6 +49,9 @@ def test_nothing_set_gives_the_defaults() -> None:
         num_microbatches=1,
         num_microbatches_auto=False,
         batch_norm="refuse",
+        batch_axes=(),
+        accumulate_dtype="float32",
+        verify=False,
         cost_model="analytic",
         device_spec=None,
         dump_dir=None,
@@ -125,6 +135,10 @@ def test_an_error_names_the_variable_that_the_value_came_from() -> None:
         ({"memory_budget": "1GiB"}, 1, True),
         ({"num_microbatches": "auto"}, 1, True),
         ({"num_microbatches": 1}, 1, False),
+        ({"num_microbatches": 16}, 16, False),
+        ({"num_microbatches": " 16 "}, 16, False),
+        ({"num_microbatches": np.int64(3)}, 3, False),
+        ({"num_microbatches": 4, "memory_budget": "1GiB"}, 4, False),
         ({"num_microbatches": 1, "memory_budget": "1GiB"}, 1, False),
         ({"num_microbatches": None, "memory_budget": "1GiB"}, 1, True),
     ],
@@ -132,7 +146,8 @@ def test_an_error_names_the_variable_that_the_value_came_from() -> None:
 def test_num_microbatches(options: dict[str, object], num_microbatches: int, auto: bool) -> None:
     parsed = parse(options)
     assert (parsed.num_microbatches, parsed.num_microbatches_auto) == (num_microbatches, auto)
-    assert parse(REMAT_NUM_MICROBATCHES="1", REMAT_MEMORY_BUDGET="1GiB").num_microbatches_auto is False
+    from_environment = parse(REMAT_NUM_MICROBATCHES="8", REMAT_MEMORY_BUDGET="1GiB")
+    assert (from_environment.num_microbatches, from_environment.num_microbatches_auto) == (8, False)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +167,78 @@ def test_malformed_num_microbatches(value: object, why: str) -> None:
     assert refusal({"num_microbatches": value}) == f"Option num_microbatches is {value!r}: {why}. {NUMS}"
 
 
-def test_what_this_version_does_not_have_yet() -> None:
-    assert refusal({"num_microbatches": 4}) == (
-        "Option num_microbatches is 4: this version of remat does not split a step into micro-batches yet."
-        ' Leave it at 1 or "auto".'
-    )
+@pytest.mark.parametrize(
+    ("value", "axes"),
+    [
+        ({"tokens": 0, "labels": 1}, (("labels", 1), ("tokens", 0))),
+        ({"batch['mask']": -1}, (("batch['mask']", -1),)),
+        ({"x": np.int64(2)}, (("x", 2),)),
+        ("tokens=0, labels=1", (("labels", 1), ("tokens", 0))),
+        (" x = -2 ,", (("x", -2),)),
+        ("batch['mask']=1", (("batch['mask']", 1),)),
+        ({}, ()),
+    ],
+)
+def test_batch_axes(value: object, axes: tuple[tuple[str, int], ...]) -> None:
+    assert parse({"batch_axes": value}).batch_axes == axes
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("tokens", "it is not a list of name=axis"),
+        ("tokens=first", "it is not a list of name=axis"),
+        ("tokens=0=1", "it is not a list of name=axis"),
+        ("tokens=1.0", "it is not a list of name=axis"),
+        (0, "it does not say which axis of which input"),
+        (["tokens"], "it does not say which axis of which input"),
+        ({"tokens": "0"}, "'tokens': '0' is not the name of an input and an axis"),
+        ({"tokens": True}, "'tokens': True is not the name of an input and an axis"),
+        ({"tokens": None}, "'tokens': None is not the name of an input and an axis"),
+        ({0: 0}, "0: 0 is not the name of an input and an axis"),
+    ],
+)
+def test_malformed_batch_axes(value: object, why: str) -> None:
+    message = refusal({"batch_axes": value})
+    assert message.startswith("Option batch_axes is ")
+    assert message.endswith(f": {why}. {AXES}")
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "same"])
+def test_accumulate_dtype(name: str) -> None:
+    assert parse({"accumulate_dtype": name}).accumulate_dtype == name
+    assert parse(REMAT_ACCUMULATE_DTYPE=name).accumulate_dtype == name
+
+
+def test_accumulate_dtype_may_be_torch_s_own() -> None:
+    assert parse({"accumulate_dtype": torch.float64}).accumulate_dtype == "float64"
+
+
+@pytest.mark.parametrize("value", ["float16", "bfloat16", "fp32", "Same", torch.bfloat16, 32])
+def test_malformed_accumulate_dtypes(value: object) -> None:
+    message = refusal({"accumulate_dtype": value})
+    assert message.startswith("Option accumulate_dtype is ")
+    assert f": there is no such choice. {DTYPES}" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "verify"),
+    [(True, True), (False, False), (1, True), (0, False), ("1", True), ("yes", True), ("True", True), ("no", False)],
+)
+def test_verify(value: object, verify: bool) -> None:
+    assert parse({"verify": value}).verify is verify
+    assert parse(REMAT_VERIFY=str(value)).verify is verify
+
+
+@pytest.mark.parametrize("value", ["maybe", 2, "on", [True], 1.0])
+def test_malformed_verify(value: object) -> None:
+    assert refusal({"verify": value}) == f"Option verify is {value!r}: it is neither true nor false. {BOOL}"
+
+
+def test_new_options_from_the_environment_are_named_in_errors() -> None:
+    assert refusal(REMAT_BATCH_AXES="tokens").startswith("Option batch_axes (from REMAT_BATCH_AXES) is 'tokens': ")
+    assert refusal(REMAT_ACCUMULATE_DTYPE="flaot32").endswith("Did you mean 'float32'?")
+    assert refusal(REMAT_VERIFY="perhaps").startswith("Option verify (from REMAT_VERIFY) is 'perhaps': ")
 
 
 @pytest.mark.parametrize(
@@ -228,8 +310,9 @@ def test_unknown_options(name: str, hint: str) -> None:
 def test_unknown_environment_variables() -> None:
     assert refusal(REMAT_MEMORY_BUGDET="8GiB") == (
         "Unknown environment variable REMAT_MEMORY_BUGDET (value '8GiB'). Did you mean 'REMAT_MEMORY_BUDGET'?"
-        " remat reads REMAT_MEMORY_BUDGET, REMAT_NUM_MICROBATCHES, REMAT_BATCH_NORM, REMAT_COST_MODEL,"
-        " REMAT_DEVICE_SPEC, REMAT_DUMP_DIR, REMAT_LOWERING, REMAT_FALLBACK."
+        " remat reads REMAT_MEMORY_BUDGET, REMAT_NUM_MICROBATCHES, REMAT_BATCH_NORM, REMAT_BATCH_AXES,"
+        " REMAT_ACCUMULATE_DTYPE, REMAT_VERIFY, REMAT_COST_MODEL, REMAT_DEVICE_SPEC, REMAT_DUMP_DIR, REMAT_LOWERING,"
+        " REMAT_FALLBACK."
     )
     assert parse(MEMORY_BUDGET="8 gigs", XREMAT_LOWERING="?", REMAT_MEMORY_BUGDET="") == Options()
 
@@ -253,8 +336,11 @@ def test_none_and_empty_texts_are_not_set() -> None:
 def test_every_option_can_come_from_the_environment(tmp_path: Path) -> None:
     parsed = parse(
         REMAT_MEMORY_BUDGET="60%",
-        REMAT_NUM_MICROBATCHES="1",
+        REMAT_NUM_MICROBATCHES="4",
         REMAT_BATCH_NORM="per_microbatch",
+        REMAT_BATCH_AXES="x=0, y=1",
+        REMAT_ACCUMULATE_DTYPE="same",
+        REMAT_VERIFY="1",
         REMAT_COST_MODEL="analytic",
         REMAT_DEVICE_SPEC="h200",
         REMAT_DUMP_DIR=str(tmp_path / "plans"),
@@ -263,7 +349,11 @@ def test_every_option_can_come_from_the_environment(tmp_path: Path) -> None:
     )
     assert parsed == Options(
         Budget("percent", 60.0, "60%"),
+        num_microbatches=4,
         batch_norm="per_microbatch",
+        batch_axes=(("x", 0), ("y", 1)),
+        accumulate_dtype="same",
+        verify=True,
         device_spec="h200",
         dump_dir=tmp_path / "plans",
         lowering="eager",
@@ -296,6 +386,9 @@ def test_identity_changes_with_each_option(tmp_path: Path) -> None:
         "num_microbatches": 2,
         "num_microbatches_auto": True,
         "batch_norm": "per_microbatch",
+        "batch_axes": (("x", 0),),
+        "accumulate_dtype": "same",
+        "verify": True,
         "cost_model": "measured",
         "device_spec": "h200",
         "dump_dir": tmp_path,

@@ -311,6 +311,12 @@ def test_a_step() -> None:
     # The output stays, the saved value and the tangent go; the caller's input counts in neither.
     assert [size for _, size in reader.backward.timeline] == [4 * 8, 4 * (8 - 32 - 16 + 100)]
     assert reader.peak_bytes(1000) == 1000 + 4 * (16 + 32 + 16 - 32 - 16 + 8 + 100)
+    assert reader.peak_values(1000) == (
+        ("parameters, buffers and inputs", 1000),
+        ("a buffer of cpp_fused_2", 4 * 100),
+        ("out", 4 * 16),
+        ("a buffer of cpp_fused_1", 4 * 8),
+    )
 
 
 def test_a_step_whose_backward_gets_something_unknown() -> None:
@@ -330,6 +336,42 @@ def test_a_step_whose_backward_gets_something_unknown() -> None:
     )
 
     assert reader.peak_bytes(0) is None
+
+
+def test_a_copy_of_an_input_that_forward_hands_on_is_backwards_to_free() -> None:
+    """As the channels-last copy of a convolution's weight is."""
+    reader = StepReader("cpu", num_forward_outputs=0)
+    forward = """
+        def call(args):
+            primals_1, = args
+            buf0 = empty_strided_cpu((16, ), (1, ), torch.float32)
+            cpp_fused_0(primals_1, buf0)
+            return (buf0, )
+    """
+    reader.read(
+        textwrap.dedent(forward), Signature(("primals_1",), ("primals_1",), {}), [torch.zeros(16)], is_backward=False
+    )
+    backward = """
+        def call(args):
+            primals_1, = args
+            args.clear()
+            buf1 = empty_strided_cpu((8, ), (1, ), torch.float32)
+            cpp_fused_1(primals_1, buf1)
+            del primals_1
+            cpp_fused_2(buf1)
+            return (buf1, )
+    """
+    reader.read(
+        textwrap.dedent(backward), Signature(("primals_1",), ("gradient",), {}), [torch.zeros(16)], is_backward=True
+    )
+
+    assert reader.backward is not None
+    assert [size for _, size in reader.backward.timeline] == [4 * 8, 4 * (8 - 16)]
+    assert reader.peak_values(64) == (
+        ("parameters, buffers and inputs", 64),
+        ("primals_1", 64),
+        ("a buffer of cpp_fused_1", 32),
+    )
 
 
 def test_a_scalar_tangent_is_held_by_autograd() -> None:
@@ -353,18 +395,35 @@ def deep(fresh_compiler: None) -> nn.Module:
     return nn.Sequential(*(part for block in blocks for part in block))
 
 
-@pytest.fixture
-def code_is_larger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's code allocates a fifth more than is predicted."""
+def reads_as(monkeypatch: pytest.MonkeyPatch, read_bytes: Callable[[int], int]) -> list[Any]:
+    """Inductor's code allocates something else than is predicted; all that is compiled is listed."""
+    compiled_with: list[Any] = []
 
     def compile_eagerly(module: Any, inputs: Any, _options: Any, partitioner: Any, seen: Any) -> Callable[..., Any]:
+        compiled_with.append(partitioner)
         return torch_private.compile_with_aot_autograd(module, inputs, partitioner, seen)
 
     def read(made: Made) -> Any:
-        return replace(made.plan, projected_peak_bytes=made.plan.predicted_peak_bytes * 6 // 5)
+        return replace(made.plan, projected_peak_bytes=read_bytes(made.plan.predicted_peak_bytes))
 
     monkeypatch.setattr(torch_private, "compile_with_inductor", compile_eagerly)
     monkeypatch.setattr(Made, "final_plan", property(read))
+    return compiled_with
+
+
+@pytest.fixture
+def code_is_larger(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Inductor's code allocates a fifth more than is predicted."""
+    return reads_as(monkeypatch, lambda predicted_bytes: predicted_bytes * 6 // 5)
+
+
+ONE_BUFFER = 256 * 64 * 4  # the hidden values of one block
+
+
+@pytest.fixture
+def code_is_smaller(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Inductor's code does without one of the buffers that were predicted."""
+    return reads_as(monkeypatch, lambda predicted_bytes: predicted_bytes - ONE_BUFFER)
 
 
 def train(module: nn.Module, budget: int | str | None) -> None:
@@ -375,7 +434,7 @@ def train(module: nn.Module, budget: int | str | None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::remat_passes.errors.RematWarning")
-def test_a_plan_whose_code_is_too_large_is_made_again(deep: nn.Module, code_is_larger: None) -> None:
+def test_a_plan_whose_code_is_too_large_is_made_again(deep: nn.Module, code_is_larger: list[Any]) -> None:
     before = len(remat_compiler.plans())
     train(deep, "90%")
     [plan] = remat_compiler.plans()[before:]
@@ -387,7 +446,7 @@ def test_a_plan_whose_code_is_too_large_is_made_again(deep: nn.Module, code_is_l
 
 
 @pytest.mark.filterwarnings("ignore::remat_passes.errors.RematWarning")
-def test_a_plan_whose_code_fits_is_not_made_again(deep: nn.Module, code_is_larger: None) -> None:
+def test_a_plan_whose_code_fits_is_not_made_again(deep: nn.Module, code_is_larger: list[Any]) -> None:
     before = len(remat_compiler.plans())
     train(deep, 10**9)
     train(deep, None)
@@ -397,7 +456,7 @@ def test_a_plan_whose_code_fits_is_not_made_again(deep: nn.Module, code_is_large
 
 
 @pytest.mark.filterwarnings("ignore::remat_passes.errors.RematWarning")
-def test_the_peak_that_a_refusal_names_can_be_had(deep: nn.Module, code_is_larger: None) -> None:
+def test_the_peak_that_a_refusal_names_can_be_had(deep: nn.Module, code_is_larger: list[Any]) -> None:
     before = len(remat_compiler.plans())
     with pytest.raises(Exception, match="cannot be met") as caught:
         train(deep, 1)
@@ -411,6 +470,72 @@ def test_the_peak_that_a_refusal_names_can_be_had(deep: nn.Module, code_is_large
     assert plan.projected_peak_bytes == smallest
     with pytest.raises(Exception, match="cannot be met"):
         train(deep, smallest - 1)
+
+
+@pytest.mark.filterwarnings("ignore::remat_passes.errors.RematWarning")
+def test_a_difference_of_one_buffer_is_made_good_by_one_more_trial(
+    deep: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit that is lower by a ratio would give away more than the buffer at a small budget, and a plan with it."""
+    compiled_with = reads_as(monkeypatch, lambda predicted_bytes: predicted_bytes + ONE_BUFFER)
+    before = len(remat_compiler.plans())
+    train(deep, "80%")
+    [plan] = remat_compiler.plans()[before:]
+    limit_bytes = compiled_with[-1].limit_bytes
+
+    assert len(compiled_with) == 2
+    assert plan.budget_bytes is not None
+    assert plan.budget_bytes - 2 * ONE_BUFFER < limit_bytes <= plan.budget_bytes
+    assert limit_bytes == plan.budget_bytes - ONE_BUFFER or plan.predicted_peak_bytes <= plan.budget_bytes - ONE_BUFFER
+
+
+@pytest.mark.filterwarnings("ignore::remat_passes.errors.RematWarning")
+def test_where_the_code_is_smaller_than_predicted_a_faster_plan_is_taken(
+    deep: nn.Module, code_is_smaller: list[Any]
+) -> None:
+    before = len(remat_compiler.plans())
+    train(deep, "80%")
+    [plan] = remat_compiler.plans()[before:]
+    first = code_is_smaller[0].made[0].plan
+
+    assert plan.budget_bytes is not None
+    assert first.predicted_peak_bytes <= plan.budget_bytes < plan.predicted_peak_bytes
+    assert plan.projected_peak_bytes <= plan.budget_bytes
+    assert plan.step_us < first.step_us
+    assert plan.notes[0].startswith("planned again: the code of the first plan, predicted to need ")
+    assert len(code_is_smaller) <= 3
+
+
+@pytest.mark.filterwarnings("ignore::remat_passes.errors.RematWarning")
+def test_nothing_is_compiled_twice_where_no_faster_plan_would_fit(deep: nn.Module, code_is_smaller: list[Any]) -> None:
+    train(deep, "100%")
+    train(deep, None)
+
+    assert len(code_is_smaller) == 2
+
+
+@pytest.mark.filterwarnings("ignore::remat_passes.errors.RematWarning")
+def test_a_faster_plan_whose_code_is_too_large_is_not_taken(deep: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted: list[int] = []
+
+    def read_bytes(predicted_bytes: int) -> int:
+        predicted.append(predicted_bytes)
+        return predicted_bytes - ONE_BUFFER if predicted_bytes == predicted[0] else 2**40
+
+    compiled_with = reads_as(monkeypatch, read_bytes)
+    before = len(remat_compiler.plans())
+    train(deep, "80%")
+    [plan] = remat_compiler.plans()[before:]
+
+    assert len(compiled_with) == 2
+    assert plan.predicted_peak_bytes == predicted[0]
+    assert plan.projected_peak_bytes == predicted[0] - ONE_BUFFER
+
+
+@pytest.mark.filterwarnings("ignore::remat_passes.errors.RematWarning")
+def test_a_refusal_says_that_each_graph_is_planned_by_itself(deep: nn.Module, code_is_larger: list[Any]) -> None:
+    with pytest.raises(Exception, match="TORCH_LOGS=graph_breaks shows where"):
+        train(deep, 1)
 
 
 # On Inductor itself.

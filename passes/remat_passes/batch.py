@@ -186,8 +186,9 @@ class _Analysis:
     def _why(self, index: int, operands: Sequence[int]) -> str:
         """Why an op takes operands whole that could be had slice by slice; ``""`` where that costs nothing."""
         late = [i for i in operands if self.states[i].is_inside and i not in self.cheap]
-        op = self.joint.values[index].op
-        if not late:
+        value = self.joint.values[index]
+        op = value.op
+        if not late and value.kind is not OpKind.EXTERN:
             return ""
         if any(self.states[i].dependence is Dependence.PARTIAL for i in late):
             name = next(self.joint.values[i].name for i in late if self.states[i].dependence is Dependence.PARTIAL)
@@ -202,18 +203,21 @@ class _Analysis:
             found = self._aligned(index, operands, kept)
             if found is not None:
                 uses, results = found
-                if PARTIAL in results and self._is_in_tail(operands):
+                if self._is_in_tail(operands, is_sum=PARTIAL in results):
                     return None
                 dropped = [i for place, i in enumerate(operands) if place in inside and place not in kept]
                 return replace(self._placed(index, operands, uses, results), why=self._why(index, dropped))
         return None
 
-    def _is_in_tail(self, operands: Sequence[int]) -> bool:
+    def _is_in_tail(self, operands: Sequence[int], *, is_sum: bool) -> bool:
         """Whether an op belongs to what runs on the whole batch between two loops: it reads a result of that, and
-        beside it only what is put together for it anyway. A sum over the slices would then take one more loop."""
+        beside it only what is had whole at no cost (labels). A sum over slices would take one more loop, so that it
+        belongs there too if it reads what is put together for the tail anyway."""
         reads_whole = any(self.states[i].dependence is Dependence.WHOLE and self.states[i].level for i in operands)
-        inside = [self.joint.values[i].base for i in operands if self.states[i].is_inside]
-        return reads_whole and self.gathered.issuperset(inside)
+        inside = [i for i in operands if self.states[i].is_inside and i not in self.cheap]
+        if not inside:
+            return reads_whole
+        return reads_whole and is_sum and self.gathered.issuperset(self.joint.values[i].base for i in inside)
 
     def _candidates(self, operands: Sequence[int], inside: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Which of the operands to take as slices: all; else without the partial sums; else without cheap ones."""
@@ -330,7 +334,7 @@ def found_seeds(joint: JointGraph) -> Iterable[tuple[dict[int, int], int]]:
 
 # -- choosing what carries the batch
 
-# The largest part of the step's values that may need the whole batch. A step of which more would be whole takes nearly
+# The largest part of forward's values that may need the whole batch. A step of which more would be whole takes nearly
 # the memory that it takes unsplit, and the reason is mostly one op early on that couples the samples.
 MAX_WHOLE = 0.9
 MAX_LOOPS = 2  # one more forward at most (DESIGN: forward slices, whole-batch tail, backward slices)
@@ -372,7 +376,16 @@ def choose_axes(
             "The step cannot be split into micro-batches: none of its inputs can carry the batch; beside parameters and"
             " buffers it has no tensor with more than one sample. Pass the batch in as an argument."
         )
-    best = min(found, key=lambda axes: (max(0, _num_loops(axes) - MAX_LOOPS), whole_share(joint, axes)))
+
+    def score(axes: BatchAxes) -> tuple[int, float]:
+        return max(0, _num_loops(axes) - MAX_LOOPS), whole_share(joint, axes)
+
+    best = min(found, key=score)
+    if not _is_worth(joint, best) and not said:
+        seeds, batch = found[0].seeds, found[0].batch
+        fewer = [{i: axis for i, axis in seeds.items() if i != left} for left in seeds] if len(seeds) > 1 else []
+        tried = [batch_axes(joint, some, batch, tangents_are_known=tangents_are_known) for some in fewer]
+        best = min([best, *tried], key=score)
     if not _is_worth(joint, best):
         raise _refusal(joint, found[0], names)
     return best
@@ -399,8 +412,8 @@ def _batch_values(joint: JointGraph) -> frozenset[int]:
 
 
 def whole_share(joint: JointGraph, axes: BatchAxes) -> float:
-    """The part of the bytes that depend on the batch and are computed outside of the loops."""
-    sizes = {i: joint.values[i].numel for i in _batch_values(joint)}
+    """The part of forward's elements that depend on the batch and are computed outside of the loops."""
+    sizes = {i: joint.values[i].numel for i in _batch_values(joint) if joint.values[i].side is Side.FORWARD}
     outside = sum(size for i, size in sizes.items() if not axes.states[i].is_inside)
     return outside / max(1, sum(sizes.values()))
 
@@ -431,7 +444,29 @@ def _remedy(op: str, why: str) -> str:
             ' another function. batch_norm="per_microbatch" (REMAT_BATCH_NORM) takes each micro-batch by itself, as an'
             " accumulation loop does; group norm, or eval mode, does without the batch."
         )
+    if "no rule" in why:
+        return (
+            "If the op treats each sample by itself, say so with remat_compiler.register_batch_rule; else compute it"
+            " outside of the compiled step, or leave num_microbatches at 1."
+        )
     return (
-        "Compute it outside of the compiled step, or leave num_microbatches at 1; for a custom op that treats each"
-        " sample by itself, say so with remat_compiler.register_batch_rule."
+        "Compute it outside of the compiled step, or leave num_microbatches at 1; if one of these inputs does not carry"
+        " the batch, name those that do with batch_axes."
+    )
+
+
+# From this part of forward on, the user should know how much of it runs unsplit.
+NOTED_WHOLE = 0.1
+
+
+def split_notes(joint: JointGraph, axes: BatchAxes, num_loops: int) -> tuple[str, ...]:
+    """What the user should know of a split."""
+    if not num_loops:
+        return ("nothing of this graph runs in micro-batches: all that depends on the batch needs the whole of it",)
+    share = whole_share(joint, axes)
+    if share < NOTED_WHOLE:
+        return ()
+    reason = next((state.why for state in axes.states if state.why), "")
+    return (
+        f"{share:.0%} of forward runs on the whole batch, outside of the loops" + (f": {reason}" if reason else ""),
     )

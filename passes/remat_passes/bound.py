@@ -71,6 +71,9 @@ def _instants(joint: JointGraph, problem: CutProblem, model: MemoryModel) -> Seq
     outputs = {joint.values[i].base for i in joint.forward_outputs} - model.inputs
     gradients = {joint.values[i].base for i in joint.backward_outputs} - model.inputs
     made = sum(model.sizes[i] for i in outputs)
+    counted = [
+        (i, last) for i, last in last_use.items() if problem[i].bytes and joint.values[i].side is not Side.BACKWARD
+    ]
     found = []
     for index in joint.backward_values:
         value = joint.values[index]
@@ -80,11 +83,7 @@ def _instants(joint: JointGraph, problem: CutProblem, model: MemoryModel) -> Seq
         operands = {joint.values[i].base for i in value.inputs} - model.inputs - outputs - gradients
         touched = [model.sizes[i] for i in (*operands, *results)]
         fixed = made + sum(touched) + model.workspaces[index]
-        waiting = frozenset(
-            i
-            for i, last in last_use.items()
-            if last >= index and i not in operands and problem[i].bytes and joint.values[i].side is not Side.BACKWARD
-        )
+        waiting = frozenset(i for i, last in counted if last >= index and i not in operands)
         found.append(Instant(index, fixed, waiting))
         made += sum(model.sizes[i] for i in results if i in gradients)
     return found

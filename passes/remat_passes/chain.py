@@ -9,6 +9,10 @@ additional time of blocks s..t in m bytes, the input of s not counted:
     (1) hold   C(s, t, m) = min over options o    extra(o) + C(s + span(o), t, m - held(o))        if peak(o) <= m
     (2) drop   C(s, t, m) = min over s < r <= t   pass(s..r-1) + C(r, t, m - input(s)) + C(s, r - 1, m)
 
+What may not be computed again (random draws, MUST_SAVE) is kept through a drop: its bytes count as those of the input
+do. It is there before every pass but the first, so it counts beside what such a pass needs, too; those passes are the
+ones that do not go to the end of the chain.
+
 This is the recurrence of rotor with several ways to hold a block, or several blocks as one (Beaumont, Eyraud-Dubois,
 Herrmann, Joly, Shilova: Optimal checkpointing for heterogeneous chains, 2019).
 """
@@ -50,9 +54,10 @@ class ChainBlock:
     """One block of the chain; its options begin here."""
 
     options: tuple[Option, ...]
-    input_bytes: int
+    input_bytes: int  # 0 where it may not be computed again, and counts among what is kept
     pass_ps: int  # computing it once
-    pass_peak_bytes: int  # while it is computed and nothing of it is held
+    pass_peak_bytes: int  # while it is computed and nothing of it is held but what is kept
+    kept_bytes: int = 0  # of what may not be computed again: from the first pass to the backward of the block
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,8 @@ class Chain:
         self.chain, self.num_units, self.unit_bytes = tuple(chain), num_units, unit_bytes
         n = len(self.chain)
         self.pass_ps: Times = np.concatenate(([0], np.cumsum([block.pass_ps for block in self.chain]))).astype(np.int64)
-        self.inputs = [self._units(block.input_bytes) for block in self.chain]
-        self.pass_peaks = [self._units(block.pass_peak_bytes) for block in self.chain]
+        self.pass_peaks: Times = np.array([block.pass_peak_bytes for block in self.chain], dtype=np.int64)
+        self.kept_before: Times = np.concatenate(([0], np.cumsum([block.kept_bytes for block in self.chain])))
         self.best: Times = np.full((n, n, num_units + 1), UNREACHABLE, dtype=np.int64)  # [s, t] is C(s, t, .)
         for length in range(n):
             for first in range(n - length):
@@ -109,20 +114,45 @@ class Chain:
     def _hold(self, first: int, last: int, option: Option) -> tuple[int, Times]:
         """(1) for one option, from the least memory on in which it runs."""
         held, end = self._units(option.held_bytes), self.num_units + 1
-        start = min(end, max(self._units(option.peak_bytes), self._units(option.forward_peak_bytes), held))
         following = first + option.span
+        forward_peak_bytes = option.forward_peak_bytes + self._kept_ahead_bytes(following, last)
+        start = min(end, max(self._units(option.peak_bytes), self._units(forward_peak_bytes), held))
         if following > last:
             return start, np.full(end - start, option.extra_ps, dtype=np.int64)
         return start, self.best[following, last, start - held : end - held] + option.extra_ps
 
     def _drops(self, first: int, last: int) -> tuple[int, Times]:
         """(2) from the least memory on in which the blocks can be passed over, one row for each r."""
-        held, end = self.inputs[first], self.num_units + 1
-        start = min(end, max(held, *self.pass_peaks[first:last]))
-        later = self.best[first + 1 : last + 1, last, start - held : end - held]
+        end = self.num_units + 1
+        kept_bytes = self.kept_before[first + 1 : last + 1] - self.kept_before[first]
+        held: Times = -(-(self.chain[first].input_bytes + kept_bytes) // self.unit_bytes)
+        start = min(end, max(int(held[0]), self._units(self._pass_peak_bytes(first, last))))
+        later = self._with_less(self.best[first + 1 : last + 1, last], held, start)
         again = self.best[first, first:last, start:]
         passed = self.pass_ps[first + 1 : last + 1] - self.pass_ps[first]
         return start, later + again + passed[:, None]
+
+    def _with_less(self, rows: Times, less: Times, start: int) -> Times:
+        """Each row from ``start`` on, at as many units less as its entry of ``less`` says."""
+        end = self.num_units + 1
+        if less[0] == less[-1]:
+            return rows[:, start - less[0] : end - less[0]]
+        columns = np.arange(start, end)[None, :] - less[:, None]
+        return np.where(columns < 0, UNREACHABLE, np.take_along_axis(rows, np.maximum(columns, 0), axis=1))
+
+    def _pass_peak_bytes(self, first: int, last: int) -> int:
+        """While one of the blocks is passed over, the last one not among them."""
+        peaks = self.pass_peaks[first:last] + self.kept_before[first:last] - self.kept_before[first]
+        if last < len(self.chain) - 1:
+            peaks = peaks + self.kept_before[last + 1] - self.kept_before[first + 1 : last + 1]
+        return int(peaks.max())
+
+    def _kept_ahead_bytes(self, first: int, last: int) -> int:
+        """What is there of the blocks ``first`` to ``last`` before a pass that ends with them comes to them."""
+        return self._kept_bytes(first, last + 1) if last < len(self.chain) - 1 else 0
+
+    def _kept_bytes(self, first: int, until: int) -> int:
+        return int(self.kept_before[until] - self.kept_before[first])
 
     def breakpoints(self) -> list[int]:
         """The amounts of memory from which on a faster plan exists, from the largest to the smallest."""
@@ -149,7 +179,7 @@ class Chain:
             start, rows = self._drops(first, last)
             until = first + 1 + int(np.argmin(rows[:, units - start]))
             yield Drop(first, until, ChainPlan(tuple(self._steps(first, until - 1, units))))
-            units -= self.inputs[first]
+            units -= self._units(self.chain[first].input_bytes + self._kept_bytes(first, until))
             first = until
 
     def _option_of(self, first: int, last: int, units: int) -> Option | None:

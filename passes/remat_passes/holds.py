@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from .again import may_repeat
 from .blocks import Blocks, blocks
 from .chain import ChainBlock, Option
 from .cut import Cut, CutProblem, coarse_sweep, cut_of_saved, keeping
@@ -83,14 +84,16 @@ def holds(joint: JointGraph, problem: CutProblem, model: MemoryModel, points: Se
                 largest_bytes = max(largest_bytes, held_bytes + max(option.peak_bytes, option.forward_peak_bytes))
             held_bytes += run.held_bytes
     passes = _pass_times(joint, problem, chain)
+    kept_bytes = _kept_bytes(joint, problem, chain)
     return Holds(
         chain,
         tuple(
             ChainBlock(
                 options=_undominated(options[k]),
-                input_bytes=problem[points[k - 1]].bytes if k else 0,
+                input_bytes=problem[points[k - 1]].bytes if k and may_repeat(joint, problem, points[k - 1]) else 0,
                 pass_ps=passes[k],
                 pass_peak_bytes=min((o.forward_peak_bytes for o in options[k] if o.span == 1), default=0),
+                kept_bytes=kept_bytes[k],
             )
             for k in range(chain.num_blocks)
         ),
@@ -308,6 +311,20 @@ def _pass_times(joint: JointGraph, problem: CutProblem, chain: Blocks) -> list[i
         if value.side is Side.FORWARD and block is not None:
             times[block] += problem[value.index].recompute_ps or 0
     return times
+
+
+def _kept_bytes(joint: JointGraph, problem: CutProblem, chain: Blocks) -> list[int]:
+    """What stays of each block where it is dropped, because it may not be computed again and what may be, or backward,
+    reads it. A narrow point counts for the block behind it."""
+    kept_bytes = [0] * chain.num_blocks
+    behind = {point: k + 1 for k, point in enumerate(chain.boundaries)}
+    for value in joint.values:
+        block = chain.block_of[value.index]
+        if value.side is Side.BACKWARD or block is None or may_repeat(joint, problem, value.index):
+            continue
+        if any(joint.values[i].side is Side.BACKWARD or may_repeat(joint, problem, i) for i in value.users):
+            kept_bytes[behind.get(value.index, block)] += problem[value.index].bytes
+    return kept_bytes
 
 
 def _undominated(options: Sequence[Option]) -> tuple[Option, ...]:

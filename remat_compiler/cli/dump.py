@@ -23,7 +23,7 @@ from .picture import check_picture, write_picture
 from .plan_files import WrongUse, read_plans
 from .slices import split_section
 from .tables import Column, Row, fitted_table, heading, page_width, render, wants_colour, write
-from .value_table import value_section
+from .value_table import source_root, value_section
 
 
 def dump_plans(path: Path, form: str, every_value: bool, output: Path | None, picture: Path | None) -> None:
@@ -78,7 +78,7 @@ def report(plans: Sequence[RematPlan], width: int, every_value: bool) -> list[Te
     for place, plan in enumerate(plans):
         parts += [Text(f"\n{'-' * width}\n")] if place else []
         parts += headline(plan, width)
-        parts += split_section(plan, width, every_value)
+        parts += split_section(plan, width, every_value, source_root(plan.values))
         parts += value_section(plan, width, every_value)
         parts += _totals(plan, width)
         parts += peak_section(plan, width)

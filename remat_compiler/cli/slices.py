@@ -28,7 +28,7 @@ OUTSIDE, NOWHERE = "outside", "not computed"
 
 # Why something that depends on the batch is outside where no op of its own asks for that, most telling first.
 FOLLOWS = {
-    WHOLE: "computed from what is outside",
+    WHOLE: "computed from inputs, or from what is outside",
     SPLIT: "cheap, and needed for all slices at once",
     PARTIAL: "a sum over the batch, or a view of one",
 }
@@ -85,8 +85,8 @@ def reason_outside(value: BatchValue) -> str:
     return value.why or FOLLOWS.get(value.dependence, "")
 
 
-def split_section(plan: RematPlan, width: int, every_value: bool) -> list[Text]:
-    """The part of ``remat dump`` that a step in micro-batches has."""
+def split_section(plan: RematPlan, width: int, every_value: bool, root: str) -> list[Text]:
+    """The part of ``remat dump`` that a step in micro-batches has; sources are shown without ``root``."""
     split = plan.microbatches
     if split is None:
         return []
@@ -94,7 +94,7 @@ def split_section(plan: RematPlan, width: int, every_value: bool) -> list[Text]:
         heading("How the batch is split", width),
         Text(),
         _figures(split, width),
-        *_whole(split, width, every_value),
+        *_whole(split, width, every_value, root),
     ]
 
 
@@ -156,12 +156,12 @@ COLUMNS = [
 ]
 
 
-def _whole(split: Microbatches, width: int, every_value: bool) -> list[Text]:
+def _whole(split: Microbatches, width: int, every_value: bool, root: str) -> list[Text]:
     lines = _folded(whole_values(split))
     if not lines:
         return []
     shown = lines if every_value else lines[:NUM_SHOWN]
-    parts = [Text(), fitted_table(COLUMNS, [_row(line) for line in shown], width)]
+    parts = [Text(), fitted_table(COLUMNS, [_row(line, root) for line in shown], width)]
     more = sum(map(len, lines[len(shown) :]))
     if more:
         rest = Text(f"and {_values(more)} more, which 'remat dump --all' lists", DIM)
@@ -178,11 +178,11 @@ def _folded(values: Iterable[BatchValue]) -> list[list[BatchValue]]:
     return list(lines.values())
 
 
-def _row(line: Sequence[BatchValue]) -> Row:
+def _row(line: Sequence[BatchValue], root: str) -> Row:
     first = line[0]
     more = f" and {len(line) - MOST_NAMES} more" if len(line) > MOST_NAMES else ""
     names = ", ".join(value.name for value in line[:MOST_NAMES]) + more
-    source = f" ({clean(first.source)})" if first.source else ""
+    source = f" ({clean(first.source.removeprefix(root))})" if first.source else ""
     op = ".".join(first.op.split(".")[:2])
     return (
         stacked((names, BOLD), (op, "")),
