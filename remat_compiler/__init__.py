@@ -93,7 +93,7 @@ def planning_seconds() -> tuple[float, ...]:
 def mark_batch(tensor: torch.Tensor, axis: int = 0) -> torch.Tensor:
     """Say that ``tensor`` carries the batch at ``axis``, before the step is compiled with it; gives it back.
 
-    Inputs that nobody marks are found by themselves, or by the way they meet marked ones.
+    Where an input is marked, the others follow from how ops meet it; where none is, all are found by themselves.
 
     Raises:
         ConfigError: the tensor has no such axis.

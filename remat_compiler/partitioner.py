@@ -220,7 +220,10 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
             raise refusal(budget, peak_bytes, choice.chosen.projection.peak_values, model.gradient_bytes)
         setting = self._setting(full, budget)
         num_loops = sum(loop is not None for loop in graph.step.loops)
-        notes = (*setting.notes, *split_notes(full.joint, graph.step.axes, num_loops))
+        notes = (
+            *setting.notes,
+            *split_notes(full.joint, graph.step.axes, num_loops, self.inputs.num_groups is not None),
+        )
         plan = plan_of_split(
             staged.plan(choice, setting, self.spec),
             tuple(planned.values()),

@@ -601,7 +601,7 @@ def extract_modules(
         tensors += opaque
     forward, backward = partitioners._extract_fwd_bwd_modules(joint_module, tensors, **keywords)
     # Extraction copies a random op wherever its operands are, and no sweep of dead code takes one that draws from a
-    # generator (Inductor's fallback_random): a repetition in forward, and in backward all that nothing reads, goes here.
+    # generator (Inductor's fallback_random): a repetition in forward, and in backward what nothing reads, goes here.
     forward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=not repetition_of(node.name)))
     backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     if any(_draws_again(node, recomputed) for node in joint_module.graph.nodes):

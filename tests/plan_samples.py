@@ -166,7 +166,7 @@ def step_timeline(num_layers: int) -> tuple[Moment, ...]:
 def batch_value(name: str, dependence: str, where: str, **fields: object) -> BatchValue:
     """A value of a step that is split; ``fields`` say what is different about it."""
     axis = 0 if dependence == "split" else None
-    sample = BatchValue(name, "aten.mul.Tensor", "model.py:7", dependence, axis, where, why="")
+    sample = BatchValue(name, "aten.mul.Tensor", 0, "model.py:7", dependence, axis, where, why="")
     return replace(sample, **fields)  # type: ignore[arg-type]
 
 
@@ -181,11 +181,11 @@ CONTRASTIVE = Microbatches(
         batch_value("permute", "same in every slice", "outside", op="aten.permute.default"),
         batch_value("iota", "same in every slice", "loop 1", op="prims.iota.default"),
         batch_value("ne", "split", "loop 0 and outside", op="aten.ne.Scalar"),
-        batch_value("count", "partial sum", "outside", op="aten.sum.default"),
+        batch_value("count", "partial sum", "outside", op="aten.sum.default", bytes=4),
         batch_value("a", "split", "loop 0 and loop 1"),
         batch_value("b", "split", "loop 0 and loop 1", axis=1),
         batch_value("mm", "whole batch", "outside", op="aten.mm.default", why="aten.mm.default needs the whole batch"),
-        batch_value("exp", "whole batch", "outside", op="aten.exp.default"),
+        batch_value("exp", "whole batch", "outside", op="aten.exp.default", bytes=2 * MIB),
         batch_value(
             "mm_1", "whole batch", "outside", op="aten.mm.default", why="aten.mm.default needs the whole batch"
         ),

@@ -214,6 +214,13 @@ def test_r5_a_sweep_measures_what_the_compiled_step_takes() -> None:
         assert whole.num_products == run.num_products
 
 
+def test_r5_dead_copies_of_attention_do_not_run_where_random_ops_count_as_effects() -> None:
+    with torch._inductor.config.patch(fallback_random=True):
+        found = measured(lambda: llama(4), remat(1_500_000))
+
+    assert found.peak_bytes <= 1_500_000 + SCALARS_BYTES
+
+
 # -- R6: Linear, LayerNorm, GELU --------------------------------------------------------------------------------------
 
 

@@ -95,10 +95,10 @@ def test_where_a_value_runs(where: str, text: str) -> None:
     assert runs_text(batch_value("a", "split", where)) == text
 
 
-def test_coupled_values_come_first_then_what_follows_from_them() -> None:
+def test_coupled_values_come_first_then_the_largest() -> None:
     names = [entry.name for entry in whole_values(CONTRASTIVE)]
 
-    assert names == ["mm", "mm_1", "scaled", "exp", "ne", "count"]
+    assert names == ["mm", "mm_1", "scaled", "exp", "count", "ne"]
 
 
 # -- dump
@@ -128,18 +128,18 @@ def test_the_section(tmp_path: Path) -> None:
         "  outside  6 values: 1 without the batch, 4 with all of it, 1 of sums over it; 3 ops couple the\n"
         "           samples\n"
         "\n"
-        "  value     runs in             why, and where\n"
+        "    bytes  value     runs in             why, and where\n"
         "  --------------------------------------------------------------------------------------------------\n"
-        "  mm, mm_1  outside             aten.mm.default needs the whole batch (model.py:7)\n"
-        "  aten.mm\n"
-        "  scaled    loop 1              aten.mul.Tensor needs mean, which is a sum over the whole batch\n"
-        "  aten.mul                      (model.py:7)\n"
-        "  exp       outside             computed from inputs, or from what is outside (model.py:7)\n"
-        "  aten.exp\n"
-        "  ne        loop 0 and outside  cheap, and needed for all slices at once (model.py:7)\n"
-        "  aten.ne\n"
-        "  count     outside             a sum over the batch, or a view of one (model.py:7)\n"
-        "  aten.sum\n"
+        "        -  mm, mm_1  outside             aten.mm.default needs the whole batch (model.py:7)\n"
+        "           aten.mm\n"
+        "        -  scaled    loop 1              aten.mul.Tensor needs mean, which is a sum over the whole\n"
+        "           aten.mul                      batch (model.py:7)\n"
+        "  2.0 MiB  exp       outside             computed from inputs, or from what is outside (model.py:7)\n"
+        "           aten.exp\n"
+        "      4 B  count     outside             a sum over the batch, or a view of one (model.py:7)\n"
+        "           aten.sum\n"
+        "        -  ne        loop 0 and outside  cheap, and needed for all slices at once (model.py:7)\n"
+        "           aten.ne\n"
         "\n"
     )
 
@@ -261,6 +261,7 @@ def test_a_coupled_value(tmp_path: Path) -> None:
         (
             "exp",
             [
+                "what       aten.exp.default, 2.0 MiB for the full batch",
                 "runs       outside of the loops, once",
                 "outside    it is computed from inputs, or from what is outside",
             ],
@@ -305,6 +306,7 @@ def test_explain_as_json(tmp_path: Path) -> None:
         "batch": {
             "name": "mm",
             "op": "aten.mm.default",
+            "bytes": 0,
             "source": "model.py:7",
             "dependence": "whole batch",
             "axis": None,

@@ -188,7 +188,7 @@ class _Analysis:
         late = [i for i in operands if self.states[i].is_inside and i not in self.cheap]
         value = self.joint.values[index]
         op = value.op
-        if not late and value.kind is not OpKind.EXTERN:
+        if not late and (not operands or value.kind is not OpKind.EXTERN):
             return ""
         if any(self.states[i].dependence is Dependence.PARTIAL for i in late):
             name = next(self.joint.values[i].name for i in late if self.states[i].dependence is Dependence.PARTIAL)
@@ -355,7 +355,7 @@ def choose_axes(
         joint: the graph, traced at the full batch.
         said: the axis of each input that was said to carry the batch; empty where nothing was said.
         names: what the user calls the inputs.
-        num_microbatches: an axis with fewer samples is taken only where there is no other.
+        num_microbatches: of axes that are equally good, one with as many samples is taken.
         num_groups: take the batch for so many groups of samples that belong together.
         tangents_are_known: see ``batch_axes``.
 
@@ -366,8 +366,6 @@ def choose_axes(
     candidates = [(dict(said), joint.values[i].sizes[axis]) for i, axis in list(said.items())[:1]] or list(
         found_seeds(joint)
     )
-    enough = [(seeds, size) for seeds, size in candidates if size >= num_microbatches]
-    candidates = enough or candidates
     if num_groups is not None:
         candidates = [(seeds, num_groups) for seeds, size in candidates if size % num_groups == 0]
     found = [batch_axes(joint, seeds, batch, tangents_are_known=tangents_are_known) for seeds, batch in candidates]
@@ -377,8 +375,9 @@ def choose_axes(
             " buffers it has no tensor with more than one sample. Pass the batch in as an argument."
         )
 
-    def score(axes: BatchAxes) -> tuple[int, float]:
-        return max(0, _num_loops(axes) - MAX_LOOPS), whole_share(joint, axes)
+    def score(axes: BatchAxes) -> tuple[int, float, bool]:
+        too_many = max(0, _num_loops(axes) - MAX_LOOPS)
+        return too_many, whole_share(joint, axes), axes.batch < num_microbatches
 
     best = min(found, key=score)
     if not _is_worth(joint, best) and not said:
@@ -459,8 +458,26 @@ def _remedy(op: str, why: str) -> str:
 NOTED_WHOLE = 0.1
 
 
-def split_notes(joint: JointGraph, axes: BatchAxes, num_loops: int) -> tuple[str, ...]:
-    """What the user should know of a split."""
+def split_notes(joint: JointGraph, axes: BatchAxes, num_loops: int, has_groups: bool) -> tuple[str, ...]:
+    """What the user should know of a split; ``has_groups`` where batch norm takes each micro-batch by itself."""
+    notes = _notes_on_samples(joint, axes) if num_loops else ()
+    if has_groups:
+        text = "batch norm takes each micro-batch by itself, and its running statistics follow one after another"
+        notes = (*notes, text)
+    return (*notes, *_notes_on_whole(joint, axes, num_loops))
+
+
+def _notes_on_samples(joint: JointGraph, axes: BatchAxes) -> tuple[str, ...]:
+    """Whether random numbers of the batch are drawn for all of it."""
+    drawn = [v for v, node in zip(joint.values, joint.nodes, strict=True) if draws_from_generator(node) and v.sizes]
+    if not any(value.numel >= axes.batch and value.is_float for value in drawn):
+        return ()
+    return (
+        "random numbers come from a generator that moves on: they are drawn for the whole batch, outside of the loops",
+    )
+
+
+def _notes_on_whole(joint: JointGraph, axes: BatchAxes, num_loops: int) -> tuple[str, ...]:
     if not num_loops:
         return ("nothing of this graph runs in micro-batches: all that depends on the batch needs the whole of it",)
     share = whole_share(joint, axes)

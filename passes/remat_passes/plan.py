@@ -95,6 +95,7 @@ class BatchValue:
 
     name: str
     op: str
+    bytes: int  # of the full batch; 0 for a view
     source: str
     dependence: str  # the words of ``remat_passes.batch.Dependence``
     axis: int | None  # that carries the batch, where it is split

@@ -83,7 +83,7 @@ def plan_of_split(
         recompute_us=round(sum(body.plan.recompute_us * body.count for body in bodies), 3),
         step_us=step_us,
         lower_bound_us=round(outer.lower_bound_us + sum(b.plan.lower_bound_us * b.count for b in bodies), 3),
-        schedule_class=f"the batch in {len(step.lengths)} slices; in each of them, {shown.schedule_class}",
+        schedule_class=f"the batch runs in {len(step.lengths)} slices; in each of them, {shown.schedule_class}",
         frontier=tuple(
             replace(
                 point,
@@ -139,7 +139,8 @@ def _microbatches(
         places += [OUTSIDE] if value.index in outside else []
         axis = state.split.axis if state.split is not None and state.dependence is Dependence.SPLIT else None
         where = " and ".join(places) or NOWHERE
-        values.append(BatchValue(value.name, value.op, value.source, state.dependence.value, axis, where, state.why))
+        kind = state.dependence.value
+        values.append(BatchValue(value.name, value.op, value.bytes, value.source, kind, axis, where, state.why))
     return Microbatches(
         batch=axes.batch,
         lengths=step.lengths,

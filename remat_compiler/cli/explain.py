@@ -141,7 +141,8 @@ def batch_sentences(plan: RematPlan, entry: BatchValue | BatchInput, width: int)
         text = f"{input_text(entry)} is an input that carries the batch: each slice is handed its own part of it."
         return [wrapped(Text(text), width)]
     title = Text.assemble((clean(entry.name), BOLD), " is neither saved nor recomputed: ", _why_undecided(entry))
-    rows: list[Row] = [("what", clean(entry.op)), ("source", _or_dash(entry.source)), *batch_rows(entry)]
+    size = f", {format_bytes(entry.bytes)} for the full batch" if entry.bytes else ""
+    rows: list[Row] = [("what", clean(entry.op) + size), ("source", _or_dash(entry.source)), *batch_rows(entry)]
     if any(alive.name == entry.name for alive in plan.peak_values):
         rows.append(("at the peak", "it is alive at the projected peak"))
     return [wrapped(title, width), Text(), labelled(rows, width)]

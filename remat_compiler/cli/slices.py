@@ -14,6 +14,7 @@ from typing import Any
 from rich.text import Text
 
 from remat_passes.plan import BatchInput, BatchValue, Microbatches, RematPlan
+from remat_passes.units import format_bytes
 
 from .groups import FX_NUMBER
 from .tables import BOLD, DIM, INDENT, Column, Row, clean, fitted_table, heading, labelled, paragraph, stacked
@@ -69,10 +70,12 @@ def is_coupled(value: BatchValue) -> bool:
 
 
 def whole_values(split: Microbatches) -> list[BatchValue]:
-    """What depends on the batch and is not computed in the loops alone: coupled values first, then what follows."""
+    """What depends on the batch and is not computed in the loops alone: coupled values first, then the largest."""
     found = [v for v in split.values if is_coupled(v) or (OUTSIDE in places(v) and v.dependence != SAME)]
     order = {dependence: rank for rank, dependence in enumerate(FOLLOWS)}
-    return sorted(found, key=lambda value: (not is_coupled(value), order.get(value.dependence, len(order))))
+    return sorted(
+        found, key=lambda value: (not is_coupled(value), -value.bytes, order.get(value.dependence, len(order)))
+    )
 
 
 def places(value: BatchValue) -> list[str]:
@@ -150,6 +153,7 @@ def _outside(split: Microbatches) -> str:
 
 
 COLUMNS = [
+    Column("bytes", "right"),
     Column("value", flexible=True),
     Column("runs in"),
     Column("why, and where", flexible=True),
@@ -170,12 +174,12 @@ def _whole(split: Microbatches, width: int, every_value: bool, root: str) -> lis
 
 
 def _folded(values: Iterable[BatchValue]) -> list[list[BatchValue]]:
-    """Values that differ in nothing but FX's numbers are one line, where the first stands."""
+    """Values that differ in nothing but FX's numbers are one line; coupled ones first, then the largest."""
     lines: dict[tuple[str, ...], list[BatchValue]] = {}
     for value in values:
         reason = FX_NUMBER.sub("", reason_outside(value))
         lines.setdefault((value.op, value.where, value.dependence, reason, value.source), []).append(value)
-    return list(lines.values())
+    return sorted(lines.values(), key=lambda line: (not is_coupled(line[0]), -sum(value.bytes for value in line)))
 
 
 def _row(line: Sequence[BatchValue], root: str) -> Row:
@@ -185,6 +189,7 @@ def _row(line: Sequence[BatchValue], root: str) -> Row:
     source = f" ({clean(first.source.removeprefix(root))})" if first.source else ""
     op = ".".join(first.op.split(".")[:2])
     return (
+        format_bytes(sum(value.bytes for value in line)) if any(value.bytes for value in line) else "-",
         stacked((names, BOLD), (op, "")),
         clean(first.where),
         Text.assemble(clean(reason_outside(first)), (source, DIM)),
