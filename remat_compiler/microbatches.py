@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from remat_passes.batch import BatchAxes, choose_axes
+from remat_passes.batch import BatchAxes, choose_axes, is_linear_in_tangents
 from remat_passes.errors import CannotSplitError, ConfigError
 from remat_passes.joint import JointGraph, Role, Side
 from remat_passes.microbatch import Body, Loop, SplitStep, make_body, split_step
@@ -45,7 +45,7 @@ class SplitGraph:
     def name(self, key: tuple[int, int]) -> str:
         """What the outer graph calls a body."""
         level, length = key
-        return f"remat_loop_{level}_of_{length}"
+        return f"{torch_private.BODY_PREFIX}{level}_of_{length}"
 
     def split_bytes(self, name: str) -> int:
         """What a body returns beside sums, in bytes."""
@@ -144,11 +144,12 @@ def tangents_are_known(joint: JointGraph) -> bool:
     """Whether the loops may take 1 for the tangent and multiply the gradients by it at the end.
 
     So where the only tangent is that of one number, the loss. Not where backward computes in fp16: the tangent then
-    carries a loss scale without which small gradients are lost.
+    carries a loss scale without which small gradients are lost. And not where backward is not linear in it.
     """
     tangents = [value for value in joint.values if value.role is Role.TANGENT]
     halves = any(joint.values[i].dtype is torch.float16 for i in joint.backward_values)
-    return len(tangents) == 1 and tangents[0].numel == 1 and tangents[0].is_float and not halves
+    is_loss = len(tangents) == 1 and tangents[0].numel == 1 and tangents[0].is_float
+    return is_loss and not halves and is_linear_in_tangents(joint)
 
 
 def joined(body: Body, forward: fx.GraphModule, backward: fx.GraphModule) -> fx.GraphModule:

@@ -104,7 +104,9 @@ def _next_limit_bytes(plan: RematPlan, tried: Sequence[_Trial]) -> int:
     budget_bytes = plan.budget_bytes or 0
     limit_bytes = plan.predicted_peak_bytes + budget_bytes - plan.projected_peak_bytes
     if plan.projected_peak_bytes > budget_bytes:
-        return max(0, min(limit_bytes, plan.predicted_peak_bytes - 1))
+        # Each trial that was still too large goes further down: the smallest plan is much slower than one in between.
+        excess_bytes = (plan.projected_peak_bytes - budget_bytes) * len(tried)
+        return max(0, min(plan.predicted_peak_bytes - excess_bytes, plan.predicted_peak_bytes - 1))
     too_large = [t.plan.predicted_peak_bytes - 1 for t in tried if t.plan is not None and t.excess_bytes > 0]
     limit_bytes = min(limit_bytes, plan.inductor_peak_bytes, *too_large)  # never more than plain Inductor needs
     faster = (point for point in plan.frontier if point.step_us < plan.step_us)

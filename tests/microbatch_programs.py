@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -94,8 +94,22 @@ def check_equal_or_refused(program: Program, num_microbatches: int, **options: o
         check_refusal(str(error), r"\w", ".py:")
         return False
     for one, expected in zip(found, run_eager(program), strict=True):
-        assert_same(one, expected)
+        assert_same(without_noise(one), without_noise(expected))
     return True
+
+
+def without_noise(outcome: Outcome) -> Outcome:
+    """Gradients that are nothing but rounding errors set to 0, as that of a bias that a norm takes away again.
+
+    They are below the largest gradient by three orders of magnitude more than fp64's tolerance.
+    """
+    norms = [gradient.norm().item() for gradient in outcome.gradients.values() if gradient is not None]
+    least = 1e-3 * FP64 * max((norm for norm in norms if norm == norm), default=0.0)
+    gradients = {
+        name: gradient if gradient is None or not gradient.norm() < least else torch.zeros_like(gradient)
+        for name, gradient in outcome.gradients.items()
+    }
+    return replace(outcome, gradients=gradients)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------

@@ -348,3 +348,67 @@ def test_verify_names_the_gradient_that_is_wrong(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(remat_compiler.VerificationError, match="the split step is not the same") as caught:
         step(torch.randn(8, 6))
     assert "output 0: they differ by" in str(caught.value)
+
+
+# -- found by attack
+
+
+class Clipped(torch.autograd.Function):
+    """A backward that is not linear in the gradient."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-1e-3, 1e-3)
+
+
+def gradients_of(step: Callable[..., Tensor], net: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    (0.7 * step(*inputs)).backward()
+    return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+
+def test_a_backward_that_is_not_linear_gets_the_true_tangent() -> None:
+    net, x, y = Net().double(), torch.randn(6, 6).double(), torch.randn(6, 5).double()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(Clipped.apply(net(x)), y)
+
+    expected = gradients_of(step, net, x, y)
+    for found, wanted in zip(gradients_of(compiled(step), net, x, y), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert last_split().runs_in == "forward and backward"
+
+
+@pytest.mark.parametrize(
+    "rounded",
+    [
+        lambda h: torch.div(h.sum(0), 0.37, rounding_mode="floor"),
+        lambda h: h.sum(0).detach().sum(dtype=torch.int64),
+    ],
+    ids=["division that rounds", "sum that truncates"],
+)
+def test_parts_of_a_sum_are_not_rounded_one_by_one(rounded: Callable[[Tensor], Tensor]) -> None:
+    net, x = Net().double(), torch.randn(6, 6).double()
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = net(x)
+        return h.square().mean(), rounded(h.detach())
+
+    torch.testing.assert_close(compiled(step)(x)[1], step(x)[1])
+
+
+def test_a_scatter_that_leaves_out_what_was_there() -> None:
+    net, x, index = Net().double(), torch.randn(6, 6).double(), torch.tensor([0, 1, 0, 2, 0, 1])
+
+    def step(x: Tensor, index: Tensor) -> Tensor:
+        rows = index[:, None].expand(-1, 5)
+        zeros = torch.zeros(4, 5, dtype=x.dtype)
+        return zeros.scatter_reduce(0, rows, net(x), "sum", include_self=False).square().sum()
+
+    expected = gradients_of(step, net, x, index)
+    for found, wanted in zip(gradients_of(compiled(step), net, x, index), expected, strict=True):
+        torch.testing.assert_close(found, wanted)

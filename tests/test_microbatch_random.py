@@ -99,9 +99,7 @@ COUPLINGS: dict[str, Callable[[], nn.Module]] = {
     "softmax of the batch": lambda: block(lambda m, x: x.softmax(0)),
     "batch norm": lambda: block(lambda m, x: m.norm(x.mT).mT, norm=nn.BatchNorm1d(WIDTH)),
     "turned batch": lambda: block(lambda m, x: x + x.flip(0)),
-    "attention over the batch": lambda: block(
-        lambda m, x: (x[:, 0] @ x[:, 0].T).softmax(-1)[:, :, None] * x[:, None, 0]
-    ),
+    "attention over the batch": lambda: block(lambda m, x: x + ((x[:, 0] @ x[:, 0].T).softmax(-1) @ x[:, 0])[:, None]),
     "half of the batch": lambda: block(lambda m, x: x + x[: len(x) // 2].mean()),
     "largest of all": lambda: block(lambda m, x: x / x.abs().max()),
     "rows that know each other": lambda: block(lambda m, x: x.reshape(-1, WIDTH).cumsum(0).view(x.shape)),

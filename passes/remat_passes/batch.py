@@ -28,7 +28,17 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx
 
-from .batch_rules import PARTIAL, Alignment, Result, Split, alignments, rules_of, tensor_operands
+from .batch_rules import (
+    PARTIAL,
+    Alignment,
+    Result,
+    Split,
+    alignments,
+    is_zeros,
+    rules_of,
+    tensor_operands,
+    tensor_results,
+)
 from .errors import CannotSplitError
 from .joint import JointGraph, Role, Side
 from .ops import OpKind, draws_from_generator, op_name
@@ -290,8 +300,10 @@ _LINEAR = frozenset(
 def _is_linear(node: fx.Node, num_operands: int, partial: Sequence[int]) -> bool:
     """Whether the op of the full values is the sum of the ops of the parts, with these operands partial sums."""
     name = op_name(node)
+    if not _keeps_digits(node) or node.kwargs.get("rounding_mode") is not None:
+        return False
     if num_operands == 1:
-        return name in _LINEAR or name in ("mul", "div") or _widens(node)
+        return name in _LINEAR or name in ("mul", "div", "convert_element_type", "_to_copy")
     if name in ("add", "sub", "cat", "stack"):
         return len(partial) == num_operands
     if name == "div":
@@ -299,15 +311,88 @@ def _is_linear(node: fx.Node, num_operands: int, partial: Sequence[int]) -> bool
     return name in ("mul", "mm", "bmm") and len(partial) == 1
 
 
-def _widens(node: fx.Node) -> bool:
-    """A cast to a dtype with at least as many digits; one to fewer would round each part."""
-    if op_name(node) not in ("convert_element_type", "_to_copy"):
-        return False
-    (operand,) = tensor_operands(node)
-    before, after = operand.meta["val"].dtype, node.meta["val"].dtype
+def _keeps_digits(node: fx.Node) -> bool:
+    """Whether the result has as many digits as the operands; a cast to fewer would round each part by itself."""
+    result = tensor_results(node)[0]
+    operands = [operand.meta["val"].dtype for operand in tensor_operands(node)]
+    return all(dtype == result.dtype or _is_wider(dtype, result.dtype) for dtype in operands)
+
+
+def _is_wider(before: torch.dtype, after: torch.dtype) -> bool:
     if not (before.is_floating_point and after.is_floating_point):
         return False
     return bool(torch.finfo(after).eps <= torch.finfo(before).eps and torch.finfo(after).max >= torch.finfo(before).max)
+
+
+# -- backward is linear in its tangents, unless the user wrote one that is not
+
+# Linear in their first tensor operand with all others held, beside the ops above and every ``..._backward``.
+_LINEAR_IN_FIRST = frozenset(
+    "gather index index_select _unsafe_index constant_pad_nd cumsum flip rev roll repeat tril triu as_strided squeeze"
+    " unfold diagonal convert_element_type _to_copy getitem masked_fill fill_diagonal _fft_c2c _fft_c2r _fft_r2c"
+    " view_as_real view_as_complex real imag _conj resolve_conj flatten select_scatter slice_scatter copy".split()
+)
+_LINEAR_IN_EACH = frozenset("mul mm bmm convolution".split())
+_LINEAR_IN_ALL = frozenset(
+    "add sub cat stack where scatter_add index_add index_put _unsafe_index_put _unsafe_masked_index_put_accumulate"
+    " scatter addmm baddbmm fma slice_scatter select_scatter".split()
+)
+
+
+def is_linear_in_tangents(joint: JointGraph) -> bool:
+    """Whether backward times a number is backward of the tangent times that number.
+
+    That holds for all of autograd's own formulas. A ``torch.autograd.Function`` may clip or normalise the gradient.
+    """
+    late = set(joint.backward_values)
+    position = {node: index for index, node in enumerate(joint.nodes)}
+    return all(
+        _is_linear_in(joint.nodes[index], late, position)
+        for index in joint.backward_values
+        if joint.values[index].kind is not OpKind.INPUT
+    )
+
+
+def _is_linear_in(node: fx.Node, late: set[int], position: Mapping[fx.Node, int]) -> bool:
+    if node.target is operator.getitem:
+        return True
+    operands = tensor_operands(node)
+    places = [place for place, operand in enumerate(operands) if position[operand] in late]
+    name = op_name(node)
+    if not places or node.kwargs.get("rounding_mode") is not None:
+        return False
+    if places == [0] and (name in _LINEAR or name in _LINEAR_IN_FIRST or name == "div" or name.endswith("_backward")):
+        return _has_no_constant(node, name)
+    if len(places) == 1 and (name in _LINEAR_IN_EACH or name.endswith(("_backward_data", "_backward"))):
+        return name in _LINEAR_IN_EACH or places == [0]
+    if name not in _LINEAR_IN_ALL:
+        return False
+    return _has_no_constant(node, name) and _rest_is_zero(node, name, operands, places)
+
+
+def _has_no_constant(node: fx.Node, name: str) -> bool:
+    """Whether no number is put in beside the operands."""
+    if name == "constant_pad_nd":
+        return not (node.args[2] if len(node.args) > 2 else 0)
+    if name in ("masked_fill", "scatter"):
+        numbers = [argument for argument in node.args[2:] if isinstance(argument, (int, float))]
+        return all(number == 0 for number in numbers[-1:])
+    if name in ("add", "sub"):
+        return not any(isinstance(argument, (int, float)) and argument for argument in node.args[:2])
+    return name != "where" or not any(isinstance(argument, (int, float)) and argument for argument in node.args[1:])
+
+
+def _rest_is_zero(node: fx.Node, name: str, operands: Sequence[fx.Node], places: Sequence[int]) -> bool:
+    """Whether what stands beside the operands that depend on a tangent is zero, or only says where they go."""
+    if name in ("addmm", "baddbmm", "fma"):
+        added, factors = (2, {0, 1}) if name == "fma" else (0, {1, 2})
+        is_product = len(factors.intersection(places)) == 1
+        return is_product and (added in places or is_zeros(operands[added]))
+    if name == "where" and 0 in places:
+        return False
+    free = range(1, len(operands)) if name == "where" else range(len(operands))
+    values = [place for place in free if operands[place].meta["val"].dtype.is_floating_point]
+    return all(place in places or is_zeros(operands[place]) for place in values)
 
 
 def batch_inputs(joint: JointGraph) -> tuple[int, ...]:

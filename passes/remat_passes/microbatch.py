@@ -381,6 +381,8 @@ class _BodyBuilder:
     def _adds_by_itself(self, index: int) -> bool:
         """Whether a part of a sum is scattered into zeros that can as well be the sum so far."""
         node = self.joint.nodes[index]
+        if not node.kwargs.get("include_self", True):
+            return False  # the sum so far would be left out
         if op_name(node) not in ACCUMULATIONS or self.accumulate(node.meta["val"].dtype) != node.meta["val"].dtype:
             return False
         return not any(user in self.loop.inside for user in self.joint.values[index].users)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from .cost import PS_PER_US, CostGraph
 from .cut import Cut
 from .device import DeviceSpec
-from .joint import JointGraph, Role, Side, Value
+from .joint import UNBACKED_SIZE, JointGraph, Role, Side, Value
 from .legality import Permission, must_recompute
 from .memory import COPY_SUFFIX, Instant, MemoryModel, Projection
 from .ops import OpKind
@@ -215,4 +215,13 @@ def _notes(joint: JointGraph, permissions: Sequence[Permission], choice: Choice)
     if joint.symbols:
         sizes = ", ".join(f"{name} = {hint}" for name, hint in joint.symbols)
         notes.append(f"sizes are symbolic; planned for {sizes}; larger ones need more than projected")
+    known = {name for name, _ in joint.symbols}
+    symbolic = [size for value in joint.values for size in value.shape if not isinstance(size, int)]
+    unknown = sorted({str(symbol) for size in symbolic for symbol in size.free_symbols} - known)
+    unbacked = [name for name in unknown if name.startswith("u")]
+    if unbacked:
+        notes.append(
+            f"the sizes {', '.join(unbacked)} depend on the contents of tensors and are not known: {UNBACKED_SIZE} was"
+            " assumed for each, so the projected peak is a guess and a budget does not bind"
+        )
     return tuple(notes)
