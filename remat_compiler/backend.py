@@ -67,7 +67,10 @@ def remat(
         plan = partitioner.made[0].plan
         once = replace(parsed, num_microbatches=1, num_microbatches_auto=False, memory_budget=None, verify=False)
         reference = functools.partial(_compile, unsplit, inputs, inductor_options, once, spec, known)
-        return Verified(compiled, lambda: reference()[0], known.names, plan.inductor_peak_bytes, plan.graph_id)
+        dtypes = {value.dtype for made in partitioner.made for value in made.plan.values}
+        coarsest = next((getattr(torch, name) for name in ("bfloat16", "float16") if name in dtypes), None)
+        needed_bytes = plan.inductor_peak_bytes
+        return Verified(compiled, lambda: reference()[0], known.names, needed_bytes, plan.graph_id, coarsest)
     except RematError as error:
         if spare is None:
             raise

@@ -5,11 +5,11 @@ A mark belongs to a tensor and not to an argument's name, so it works for tensor
 
 from __future__ import annotations
 
-import operator
 import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -40,15 +40,17 @@ def mark_batch(tensor: torch.Tensor, axis: int = 0) -> torch.Tensor:
     Raises:
         ConfigError: the tensor has no such axis.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"mark_batch was given a {type(tensor).__name__}: only tensors carry the batch.")
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch.nn.Parameter):
+        raise ConfigError(f"mark_batch was given a {type(tensor).__name__}: only tensors of inputs carry the batch.")
     with _lock:
         _marks[tensor] = _checked_axis("the tensor that mark_batch was given", tensor, axis)
     return tensor
 
 
 def _checked_axis(name: str, tensor: torch.Tensor, axis: int) -> int:
-    axis = operator.index(axis)
+    if not isinstance(axis, Integral) or isinstance(axis, bool):
+        raise ConfigError(f"The axis of {name} that carries the batch is {axis!r}: it is not an int.")
+    axis = int(axis)
     if -tensor.dim() <= axis < tensor.dim():
         return axis % tensor.dim()
     shape = ", ".join(map(str, tensor.shape))

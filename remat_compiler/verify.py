@@ -51,9 +51,11 @@ class Verified:
         names: Sequence[str],
         needed_bytes: int,
         described: str,
+        coarsest: torch.dtype | None,
     ) -> None:
         self.compiled, self.make_reference, self.names = compiled, make_reference, tuple(names)
         self.needed_bytes, self.described = needed_bytes, described
+        self.coarsest = coarsest  # what some of the step is computed in, whatever its results are (autocast)
         self.is_done = False
 
     def __call__(self, *arguments: Any) -> Any:
@@ -79,7 +81,7 @@ class Verified:
             for device, cuda_state in zip(_cuda_devices(arguments), states, strict=True):
                 torch.cuda.set_rng_state(cuda_state, device)
             found = self._run(self.compiled, arguments)
-        errors = list(_differences(expected, found))
+        errors = list(_differences(expected, found, self.coarsest))
         wrong = [f"{what}: {text}" for what, is_right, _, text in errors if not is_right]
         if wrong:
             raise VerificationError(
@@ -129,7 +131,7 @@ def _direction(output: torch.Tensor) -> torch.Tensor:
     return numbers.to(output.dtype).to(output.device).reshape(output.shape)
 
 
-def _differences(expected: _Step, found: _Step) -> Iterator[tuple[str, bool, float, str]]:
+def _differences(expected: _Step, found: _Step, coarsest: torch.dtype | None) -> Iterator[tuple[str, bool, float, str]]:
     """For each tensor: its name, whether it is right, its relative difference, and both in words."""
     gradients = [g for g in expected.gradients.values() if g is not None]
     scale = max((_largest(gradient) for gradient in gradients), default=0.0)
@@ -143,10 +145,12 @@ def _differences(expected: _Step, found: _Step) -> Iterator[tuple[str, bool, flo
             if wanted is None or got is None:
                 yield name, wanted is got, 0.0, "one of them is None"
                 continue
-            yield (name, *_difference(wanted, got, scale if a is expected.gradients else 0.0))
+            yield (name, *_difference(wanted, got, scale if a is expected.gradients else 0.0, coarsest))
 
 
-def _difference(wanted: torch.Tensor, got: torch.Tensor, scale: float) -> tuple[bool, float, str]:
+def _difference(
+    wanted: torch.Tensor, got: torch.Tensor, scale: float, coarsest: torch.dtype | None
+) -> tuple[bool, float, str]:
     if wanted.shape != got.shape or wanted.dtype != got.dtype:
         return False, float("inf"), f"{tuple(wanted.shape)} {wanted.dtype} and {tuple(got.shape)} {got.dtype}"
     if not wanted.dtype.is_floating_point:
@@ -154,8 +158,9 @@ def _difference(wanted: torch.Tensor, got: torch.Tensor, scale: float) -> tuple[
     both = torch.isfinite(wanted) & torch.isfinite(got)
     same_rest = torch.equal(torch.nan_to_num(wanted[~both]), torch.nan_to_num(got[~both]))
     largest, apart = _largest(wanted[both]), _largest(wanted[both].double() - got[both].double())
+    dtype = wanted.dtype if coarsest is None else coarsest
     noise = NOISE_UNITS * torch.finfo(wanted.dtype).eps * scale
-    is_right = same_rest and apart <= RELATIVE.get(wanted.dtype, 0.0) * largest + noise
+    is_right = same_rest and apart <= max(RELATIVE.get(wanted.dtype, 0.0), RELATIVE.get(dtype, 0.0)) * largest + noise
     relative = apart / largest if largest > noise else 0.0
     return is_right, relative, f"they differ by {apart:.3g}, of {largest:.3g} at most"
 

@@ -260,7 +260,7 @@ class ExactPeak:
     def _workspace(self, index: int) -> int:
         """What an op allocates beside its results, as a replay of it alone counts it."""
         if index not in self._alone:
-            peak_bytes, made, _ = _Replay(self.model, [index], set(), {}, 0, is_backward=True).run()
+            peak_bytes, made, _ = _Replay(self.model, [index], set(), {}, 0, set(), frozenset(), is_backward=True).run()
             self._alone[index] = peak_bytes - sum(self.model.sizes[i] for i in made)
         return self._alone[index]
 

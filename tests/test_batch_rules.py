@@ -401,6 +401,8 @@ def _shapes() -> Iterator[tuple[str, Call]]:
         for size in ([24, 3], [4, 18], [2, 2, 6, 3], [-1], [2, 12, 3], [4, 6, 1, 3], [8, 9]):
             yield name, call(getattr(aten, name).default, x, size)
     yield "view", call(aten.view.dtype, x, torch.int64)
+    yield "as_strided", call(aten.as_strided.default, R(4, 2, 3), [4, 6], [6, 1])
+    yield "as_strided", call(aten.as_strided.default, R(4, 6), [4, 2, 3], [6, 3, 1])
     yield "view", call(aten.view.dtype, x, torch.float32)
     yield "view_as_real", call(aten.view_as_real.default, torch.complex(x, x))
     yield "view_as_complex", call(aten.view_as_complex.default, R(4, 6, 2))

@@ -41,7 +41,7 @@ from .batch_rules import (
 )
 from .errors import CannotSplitError
 from .joint import JointGraph, Role, Side
-from .ops import OpKind, draws_from_generator, op_name
+from .ops import OpKind, draws_from_generator, is_builtin, op_name
 
 
 class Dependence(enum.Enum):
@@ -329,8 +329,8 @@ def _is_wider(before: torch.dtype, after: torch.dtype) -> bool:
 # Linear in their first tensor operand with all others held, beside the ops above and every ``..._backward``.
 _LINEAR_IN_FIRST = frozenset(
     "gather index index_select _unsafe_index constant_pad_nd cumsum flip rev roll repeat tril triu as_strided squeeze"
-    " unfold diagonal convert_element_type _to_copy getitem masked_fill fill_diagonal _fft_c2c _fft_c2r _fft_r2c"
-    " view_as_real view_as_complex real imag _conj resolve_conj flatten select_scatter slice_scatter copy".split()
+    " unfold diagonal convert_element_type _to_copy getitem masked_fill _fft_c2c _fft_c2r _fft_r2c"
+    " view_as_real view_as_complex real imag _conj resolve_conj flatten".split()
 )
 _LINEAR_IN_EACH = frozenset("mul mm bmm convolution".split())
 _LINEAR_IN_ALL = frozenset(
@@ -346,6 +346,8 @@ def is_linear_in_tangents(joint: JointGraph) -> bool:
     """
     late = set(joint.backward_values)
     position = {node: index for index, node in enumerate(joint.nodes)}
+    if not all(index in late or is_zeros(joint.nodes[index]) for index in joint.backward_outputs):
+        return False  # a gradient that has nothing of the tangent
     return all(
         _is_linear_in(joint.nodes[index], late, position)
         for index in joint.backward_values
@@ -359,8 +361,12 @@ def _is_linear_in(node: fx.Node, late: set[int], position: Mapping[fx.Node, int]
     operands = tensor_operands(node)
     places = [place for place, operand in enumerate(operands) if position[operand] in late]
     name = op_name(node)
-    if not places or node.kwargs.get("rounding_mode") is not None:
+    tensors = [result for result in tensor_results(node) if isinstance(result, torch.Tensor)]
+    is_float = all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+    if not places or not is_float or not is_builtin(node) or node.kwargs.get("rounding_mode") is not None:
         return False
+    if name == "copy":
+        return len(operands) - 1 in places  # it returns its source
     if places == [0] and (name in _LINEAR or name in _LINEAR_IN_FIRST or name == "div" or name.endswith("_backward")):
         return _has_no_constant(node, name)
     if len(places) == 1 and (name in _LINEAR_IN_EACH or name.endswith(("_backward_data", "_backward"))):

@@ -174,11 +174,16 @@ def alignments(node: fx.Node, place: int, split: Split, batch: int) -> list[Alig
 
 
 def _is_even(node: fx.Node, alignment: Alignment, batch: int) -> bool:
-    """Whether each axis that is named has the size that its split says."""
+    """Whether each axis that is named is there and has the size that its split says."""
+    if len(tensor_operands(node)) != len(alignment.operands) or len(tensor_results(node)) != len(alignment.results):
+        raise ConfigError(
+            f"{_named(node.target)} speaks of {len(alignment.results)} results, and the op has"
+            f" {len(tensor_results(node))}. {_RULE_FORM}"
+        )
     splits = [*zip(tensor_operands(node), alignment.operands, strict=True)]
     tensors = [(_val(operand), split) for operand, split in splits if split is not None]
     tensors += [(r, s) for r, s in zip(tensor_results(node), alignment.results, strict=True) if isinstance(s, Split)]
-    return all(tensor.shape[s.axis] == s.outer * batch * s.inner for tensor, s in tensors)
+    return all(s.axis < tensor.dim() and tensor.shape[s.axis] == s.outer * batch * s.inner for tensor, s in tensors)
 
 
 def rules_of(node: fx.Node) -> tuple[Rule, ...]:
@@ -222,10 +227,50 @@ def register(op: Any, rule: Callable[..., Iterable[tuple[Sequence[Any], Sequence
         raise ConfigError(f"register_batch_rule was given {rule!r} for {op}: a rule is a function called as the op is.")
 
     def factors(*args: Any, **kwargs: Any) -> Iterator[Factor]:
-        for operands, results in rule(*args, **kwargs):
-            yield Factor(tuple(operands), tuple(results))
+        try:
+            pairs = [tuple(pair) for pair in rule(*args, **kwargs)]
+        except Exception as error:
+            raise ConfigError(
+                f"{_named(op)} could not be asked: {type(error).__name__}: {error}. {_RULE_FORM}"
+            ) from error
+        for pair in pairs:
+            yield _checked_factor(op, pair, _ranks(args, kwargs))
 
     _REGISTERED[_key(op)] = factors
+
+
+_RULE_FORM = (
+    "A rule is called as the op is and gives pairs such as ((0, None), (0,)): an axis or None for each tensor operand,"
+    ' and an axis, "partial" or None for each result.'
+)
+
+
+def _named(op: Any) -> str:
+    return f"The rule that register_batch_rule was given for {op}"
+
+
+def _ranks(args: Any, kwargs: Any) -> list[int]:
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    return [leaf.dim() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _checked_factor(op: Any, pair: tuple[Any, ...], ranks: Sequence[int]) -> Factor:
+    """One pair of a user's rule; axes may count from the end."""
+    if len(pair) != 2 or not all(isinstance(half, (tuple, list)) for half in pair):
+        raise ConfigError(f"{_named(op)} gave {pair!r}. {_RULE_FORM}")
+    operands, results = pair
+    if len(operands) != len(ranks):
+        raise ConfigError(f"{_named(op)} gave {operands!r} for {len(ranks)} tensor operands. {_RULE_FORM}")
+    axes: list[int | None] = []
+    for axis, rank in zip(operands, ranks, strict=True):
+        if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool) or not -rank <= axis < rank):
+            raise ConfigError(f"{_named(op)} gave axis {axis!r} for an operand with {rank} axes. {_RULE_FORM}")
+        axes.append(None if axis is None else axis % rank)
+    for axis in results:
+        is_axis = isinstance(axis, int) and not isinstance(axis, bool) and axis >= 0
+        if not (axis is None or axis == PARTIAL or is_axis):
+            raise ConfigError(f"{_named(op)} gave {axis!r} for a result. {_RULE_FORM}")
+    return Factor(tuple(axes), tuple(results))
 
 
 RULES: dict[str, OpRule] = {}

@@ -26,6 +26,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from torch import fx
+
 from .cut import Cut
 from .joint import JointGraph, Role, Value
 from .ops import FUSIBLE, OpKind, op_name, reduces_outer
@@ -197,7 +199,7 @@ class MemoryModel:
         if self.joint.device_type != "cpu" or value.kind in (OpKind.INPUT, OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC):
             return 0
         name = self.names[value.index]
-        operands = [self.joint.values[i] for i in value.inputs]
+        operands = self._arguments(value.index)
         sizes = [self.sizes[operand.base] for operand in operands]
         touched = [self.sizes[value.index], *(self.sizes[i] for i in self._parts.get(value.index, ())), *sizes]
         dtype = operands[0].dtype if operands else None
@@ -217,6 +219,12 @@ class MemoryModel:
         if self.fuses:
             return 0
         return (max(touched) if name in EAGER_COPIES else 0) + self._promoted_bytes(value)
+
+    def _arguments(self, index: int) -> list[Value]:
+        """The operands of an op as they stand, one that stands twice twice: attention may be of one tensor thrice."""
+        position = dict(zip(self.joint.nodes[index].all_input_nodes, self.joint.values[index].inputs, strict=True))
+        leaves = (argument for argument in self.joint.nodes[index].args if isinstance(argument, fx.Node))
+        return [self.joint.values[position[leaf]] for leaf in leaves]
 
     def _layout(self, value: Value) -> Layout:
         """The layout that the graph was traced with."""

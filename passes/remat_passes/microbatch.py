@@ -22,8 +22,9 @@ from torch import fx
 
 from .batch import BatchAxes, Dependence
 from .batch_rules import ACCUMULATIONS, PARTIAL, Alignment, Result, Split, alignments, tensor_operands, tensor_results
+from .errors import ConfigError
 from .joint import JointGraph, Role, Side
-from .ops import OpKind, draws_from_generator, is_counter_random, op_name, schema_of
+from .ops import OpKind, draws_from_generator, is_builtin, is_counter_random, op_name, schema_of
 from .random_at import random_at
 
 aten = torch.ops.aten
@@ -220,6 +221,8 @@ def local_arguments(
                 args[place] = local
             else:
                 kwargs[argument.name] = local
+    if op_name(node) == "as_strided" and isinstance(split, Split):
+        args[2] = list(torch.empty(split.local_shape(result.shape, length), device="meta").stride())
     if op_name(node) == "repeat" and isinstance(split, Split):
         args[1] = _local_repeats(node, cast("list[int]", args[1]), split, alignment.operands[0], length)
     if op_name(node) in _COUNTS_SAMPLES and alignment.operands[0] is not None:
@@ -496,6 +499,11 @@ class _BodyBuilder:
                 continue
             expected = split.local_shape(full.shape, self.length) if isinstance(split, Split) else tuple(full.shape)
             if tuple(local.shape) != tuple(expected) or local.dtype != full.dtype:
+                if not is_builtin(node):
+                    raise ConfigError(
+                        f"The rule that register_batch_rule was given for {node.target} is wrong: a slice of it is"
+                        f" {tuple(local.shape)} {local.dtype}, and by the rule it is {tuple(expected)} {full.dtype}."
+                    )
                 raise AssertionError(
                     f"{node.name} ({node.target}) of a slice is {tuple(local.shape)} {local.dtype} and was to be"
                     f" {tuple(expected)} {full.dtype}"

@@ -118,7 +118,7 @@ def search(
     points = boundaries(joint, settled)
     main = coarse_sweep(problem, MAX_CUTS_BESIDE if points else MAX_CUTS)  # says first what is not legal at all
     plans = _ChainPlans(joint, settled, model, points) if points else None
-    considered = _Considered(model, limit, [inductor] if inductor.is_legal else [])
+    considered = _Considered(model, limit, _inductors_own(problem, model, inductor))
     considered.add(plans.within(limit) if plans is not None else [])
     if len(joint.values) <= MOST_VALUES_DRAWN:
         considered.add([Candidate(cut, model.project(cut)) for cut in main.vertices])
@@ -194,6 +194,20 @@ def _bound_ps(
         instant_bound_ps(joint, problem, model, limit_bytes, [chosen.projection, fastest.projection]),
     )
     return min(chosen.cut.time_ps, max((bound for bound in bounds if bound is not None), default=chosen.cut.time_ps))
+
+
+def _inductors_own(problem: CutProblem, model: MemoryModel, inductor: Candidate) -> list[Candidate]:
+    """Plain Inductor's plan, where it breaks no rule; without what costs more to save than to compute again (casts of
+    weights) if that takes no more memory."""
+    if not inductor.is_legal:
+        return []
+    dear = {i for i in inductor.cut.saved if (problem[i].save_ps or 0) > (problem[i].recompute_ps or 0)}
+    fallible = {i for i in dear if problem[i].recompute_ps is not None}
+    if not fallible:
+        return [inductor]
+    cut = cut_of_saved(problem, inductor.cut.saved - fallible)
+    cheaper = Candidate(cut, model.project(cut))
+    return [cheaper if cheaper.projection.peak_bytes <= inductor.projection.peak_bytes else inductor]
 
 
 def _limit_bytes(inductor: Candidate, budget_bytes: int | None) -> int:

@@ -94,8 +94,17 @@ def plan_of_split(
         ),
         timeline=_timeline(outer.timeline, calls),
         peak_values=_peak_values(at_peak, outer) if is_inside and at_peak is not None else outer.peak_values,
-        notes=tuple(notes),
+        notes=(*notes, *_notes(outer, unsplit)),
         microbatches=_microbatches(step, joint, names, tangents_are_known),
+    )
+
+
+def _notes(outer: RematPlan, unsplit: RematPlan) -> tuple[str, ...]:
+    if outer.projected_peak_bytes < unsplit.inductor_peak_bytes:
+        return ()
+    return (
+        "micro-batches gain nothing on this step: its gradients, which are summed up beside those of a slice, weigh"
+        " more than the activations that are saved",
     )
 
 
