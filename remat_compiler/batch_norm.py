@@ -55,6 +55,11 @@ def by_group(module: fx.GraphModule, num_groups: int) -> fx.GraphModule | None:
                 f'With batch_norm="per_microbatch" the micro-batches have to be of one size: {num_groups} of them do'
                 f" not divide a batch of {batch}, in {node.name}. Use a num_microbatches that divides it."
             )
+        if node.args[0].meta["example_value"].numel() == num_groups * int(node.args[0].meta["example_value"].shape[1]):
+            raise CannotSplitError(
+                f'With batch_norm="per_microbatch" and {num_groups} micro-batches, each has one value a channel in'
+                f" {node.name}, of which there is no variance. Use fewer."
+            )
         node.target = grouped_batch_norm(num_groups)
     if not found:
         return None

@@ -205,7 +205,10 @@ def _inductors_own(problem: CutProblem, model: MemoryModel, inductor: Candidate)
     fallible = {i for i in dear if problem[i].recompute_ps is not None}
     if not fallible:
         return [inductor]
-    cut = cut_of_saved(problem, inductor.cut.saved - fallible)
+    try:
+        cut = cut_of_saved(problem, inductor.cut.saved - fallible)
+    except CannotPartitionError:  # one of them comes from what may not be recomputed
+        return [inductor]
     cheaper = Candidate(cut, model.project(cut))
     return [cheaper if cheaper.projection.peak_bytes <= inductor.projection.peak_bytes else inductor]
 
