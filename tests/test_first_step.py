@@ -650,7 +650,7 @@ def test_what_the_package_exports() -> None:
 
 def printed(measured_bytes: int | None, budget_bytes: int | None) -> str:
     own = replace(plan(), projected_peak_bytes=100 * MIB, budget_bytes=budget_bytes)
-    return "\n".join(text.plain for text in plan_table([own], [measured_bytes], None, 100))
+    return "\n".join(text.plain for text in plan_table([own], [measured_bytes], [], None, 100))
 
 
 def test_the_plan_table_holds_projected_and_measured() -> None:
@@ -664,7 +664,7 @@ def test_the_plan_table_holds_projected_and_measured() -> None:
 
 def test_the_json_holds_the_measured_peak() -> None:
     plans = [plan(), plan()]
-    records = json.loads(plans_json(plans, [5, None]))
+    records = json.loads(plans_json(plans, [5, None], []))
 
     assert [entry["measured_peak_bytes"] for entry in records] == [5, None]
     assert [RematPlan.from_json(json.dumps(entry), "here") for entry in records] == plans

@@ -313,9 +313,9 @@ def _is_linear(node: fx.Node, num_operands: int, partial: Sequence[int]) -> bool
 
 def _keeps_digits(node: fx.Node) -> bool:
     """Whether the result has as many digits as the operands; a cast to fewer would round each part by itself."""
-    result = tensor_results(node)[0]
+    results = [result.dtype for result in tensor_results(node) if isinstance(result, torch.Tensor)]
     operands = [operand.meta["val"].dtype for operand in tensor_operands(node)]
-    return all(dtype == result.dtype or _is_wider(dtype, result.dtype) for dtype in operands)
+    return all(before == after or _is_wider(before, after) for before in operands for after in results)
 
 
 def _is_wider(before: torch.dtype, after: torch.dtype) -> bool:
@@ -446,7 +446,7 @@ def choose_axes(
         joint: the graph, traced at the full batch.
         said: the axis of each input that was said to carry the batch; empty where nothing was said.
         names: what the user calls the inputs.
-        num_microbatches: of axes that are equally good, one with as many samples is taken.
+        num_microbatches: an axis with fewer samples is taken only where there is no other that is worth it.
         num_groups: take the batch for so many groups of samples that belong together.
         tangents_are_known: see ``batch_axes``.
 
@@ -466,9 +466,9 @@ def choose_axes(
             " buffers it has no tensor with more than one sample. Pass the batch in as an argument."
         )
 
-    def score(axes: BatchAxes) -> tuple[int, float, bool]:
+    def score(axes: BatchAxes) -> tuple[bool, bool, int, float]:
         too_many = max(0, _num_loops(axes) - MAX_LOOPS)
-        return too_many, whole_share(joint, axes), axes.batch < num_microbatches
+        return not _is_worth(joint, axes), axes.batch < num_microbatches, too_many, whole_share(joint, axes)
 
     best = min(found, key=score)
     if not _is_worth(joint, best) and not said:
@@ -478,6 +478,11 @@ def choose_axes(
         best = min([best, *tried], key=score)
     if not _is_worth(joint, best):
         raise _refusal(joint, found[0], names)
+    if best.batch < num_microbatches:  # where as many inputs have a longer axis, that is likelier the batch
+        longer = (axes for axes in found if axes.batch >= num_microbatches and len(axes.seeds) >= len(best.seeds))
+        likelier = next(longer, None)
+        if likelier is not None:
+            raise _refusal(joint, likelier, names)
     return best
 
 
