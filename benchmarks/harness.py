@@ -8,11 +8,13 @@ ratios within a round. So all systems must be alive at the same time, each with 
 from __future__ import annotations
 
 import copy
+import os
 import statistics
+import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._inductor.utils import fresh_cache
+from torch.profiler import record_function
 
 import remat_compiler
 from remat_compiler.measure import measure_peak, tensor_bytes
@@ -28,6 +31,7 @@ from remat_passes.plan import RematPlan
 
 Batch = tuple[torch.Tensor, ...]
 Forward = Callable[..., torch.Tensor]  # model and batch in, loss out
+Clock = Callable[[Callable[[], object]], float]  # calls a step, and says how many seconds it took
 
 _numbers = count()
 
@@ -62,6 +66,28 @@ class StepTimes:
     ratio: float
 
 
+def seconds(step: Callable[[], object]) -> float:
+    """The wall time of one call, its work on a CUDA device included."""
+    start_s = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start_s
+
+
+def processor_s(step: Callable[[], object]) -> float:
+    """The processor seconds of one call: of all threads of this process, and of programs that it started and ended."""
+    start_s, _ = _processor_s(), step()
+    return _processor_s() - start_s
+
+
+def _processor_s() -> float:
+    return time.process_time() + sum(os.times()[2:4])  # the latter counts in hundredths, which steps are shorter than
+
+
+CLOCKS: dict[str, Clock] = {"wall": seconds, "cpu": processor_s}
+
+
 def _loss(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(*batch)
     return loss
@@ -80,6 +106,13 @@ def compiled(system: System) -> Forward:
     return torch.compile(own, backend=system.backend, options=system.options or None)
 
 
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """Inductor with an empty cache; what is left in it after a refusal goes too, which ``fresh_cache`` would keep."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, fresh_cache(dir=folder):
+        yield
+
+
 def start(system: System, model: nn.Module, batch: Batch) -> Trial:
     """Compile and warm ``system`` up on a copy of ``model``.
 
@@ -94,13 +127,61 @@ def start(system: System, model: nn.Module, batch: Batch) -> Trial:
         loss.backward()
         return loss.detach()
 
+    return warmed_up(system, model, batch, step)
+
+
+def warmed_up(
+    system: System,
+    model: nn.Module,
+    batch: Batch,
+    step: Callable[[], torch.Tensor],
+    *,
+    clock: Clock = seconds,
+    cache: Callable[[], AbstractContextManager[object]] = empty_cache,
+) -> Trial:
+    """``step``, compiled by its first call; with an empty cache no system profits from what another has compiled.
+
+    Raises:
+        RematError: remat refused the step.
+    """
     num_plans = len(remat_compiler.plans())
-    with fresh_cache(), refusals():  # no system profits from what another has compiled
-        first_s = seconds(step)
-    warm_s = min(seconds(step) for _ in range(2))
+    with cache(), refusals():
+        first_s = clock(step)
+    warm_s = min(clock(step) for _ in range(2))
     plans = remat_compiler.plans()[num_plans:]
     planning_s = sum(remat_compiler.planning_seconds()[num_plans:]) if plans else None
-    return Trial(system, model, batch, step, max(first_s - warm_s, 0.0), planning_s, plans[-1] if plans else None)
+    plan = plans[0] if len(plans) == 1 else None  # the peak of a step of several graphs is not that of one of them
+    return Trial(system, model, batch, step, max(first_s - warm_s, 0.0), planning_s, plan)
+
+
+def pieces(batch: Batch, num_slices: int) -> list[Batch]:
+    """The batch in slices of one size, along the first axis.
+
+    Raises:
+        ValueError: the samples do not divide by the slices.
+    """
+    if num_slices == 1:
+        return [batch]
+    samples = len(batch[0])
+    if samples % num_slices:
+        raise ValueError(f"{samples} samples do not make {num_slices} slices of one size.")
+    return list(zip(*(tensor.split(samples // num_slices) for tensor in batch), strict=True))
+
+
+def by_slices(forward: Forward, model: nn.Module, parts: Sequence[Batch], marker: str | None = None) -> torch.Tensor:
+    """The loss, after forward and backward of one slice after the other; ``marker`` names a range around backward.
+
+    Each slice's mean counts by its share of the samples, which is the mean over all where each sample counts alike.
+    """
+    losses = []
+    for part in parts:
+        loss = forward(model, *part)
+        share = loss if len(parts) == 1 else loss / len(parts)
+        with record_function(marker) if marker else nullcontext():
+            share.backward()
+        losses.append(share.detach())
+        del loss, share
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
 def warm_inductor_up() -> None:
@@ -137,15 +218,6 @@ def clear_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def seconds(step: Callable[[], object]) -> float:
-    """The wall time of one call, its work on a CUDA device included."""
-    start_s = time.perf_counter()
-    step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start_s
-
-
 def measured_total_bytes(trial: Trial) -> int:
     """The trial's own parameters, buffers and inputs, and the measured peak of one step above them.
 
@@ -157,17 +229,25 @@ def measured_total_bytes(trial: Trial) -> int:
 
 
 def interleaved_times(trials: Sequence[Trial], reference: Trial, num_rounds: int) -> list[StepTimes]:
-    """The step times of every trial. Each round starts with another trial, so that none always follows the same one."""
-    times_s: list[list[float]] = [[] for _ in trials]
-    for round_number in range(num_rounds):
-        for turn in range(len(trials)):
-            index = (round_number + turn) % len(trials)
-            times_s[index].append(seconds(trials[index].step))
+    """The step times of every trial."""
+    times_s = interleaved_s([trial.step for trial in trials], num_rounds)
     reference_s = times_s[trials.index(reference)]
-    return [
-        StepTimes(min(own_s) * 1e3, statistics.median(a / b for a, b in zip(own_s, reference_s, strict=True)))
-        for own_s in times_s
-    ]
+    return [StepTimes(min(own_s) * 1e3, median_ratio(own_s, reference_s)) for own_s in times_s]
+
+
+def interleaved_s(steps: Sequence[Callable[[], object]], num_rounds: int, clock: Clock = seconds) -> list[list[float]]:
+    """The seconds of each step in each round. Each round starts with another one, so none always follows the same."""
+    times_s: list[list[float]] = [[] for _ in steps]
+    for round_number in range(num_rounds):
+        for turn in range(len(steps)):
+            index = (round_number + turn) % len(steps)
+            times_s[index].append(clock(steps[index]))
+    return times_s
+
+
+def median_ratio(own_s: Sequence[float], other_s: Sequence[float]) -> float:
+    """The median of the ratios within a round."""
+    return statistics.median(own / other for own, other in zip(own_s, other_s, strict=True))
 
 
 def reference_gradients(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
@@ -181,8 +261,13 @@ def reference_gradients(model: nn.Module, batch: Batch) -> dict[str, torch.Tenso
 def gradient_error(trial: Trial, reference: Mapping[str, torch.Tensor]) -> float:
     """The largest relative error (2-norm) that one parameter's gradient has; no error hides behind another gradient."""
     trial.step()
-    gradients = {name: parameter.grad for name, parameter in trial.model.named_parameters()}
+    gradients = named_gradients(trial.model)
     return max(_relative_error(gradients[name], truth) for name, truth in reference.items())
+
+
+def named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Each parameter's gradient, by the name that it has where no block is wrapped; a wrapper calls it ``inner``."""
+    return {name.replace("inner.", ""): parameter.grad for name, parameter in model.named_parameters()}
 
 
 def _relative_error(gradient: torch.Tensor | None, truth: torch.Tensor) -> float:

@@ -65,11 +65,16 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def publish(report: Report, name: str, console: Console, *, record: bool) -> None:
-    """Print ``report`` and write it as Markdown into build/, and with ``record`` into benchmarks/results/ too."""
+def show(report: Report, console: Console) -> None:
+    """A table and its notes on the terminal."""
     console.print(report.to_table())
     for note in report.notes:
         console.print(note, highlight=False)
+
+
+def publish(report: Report, name: str, console: Console, *, record: bool) -> None:
+    """Print ``report`` and write it as Markdown into build/, and with ``record`` into benchmarks/results/ too."""
+    show(report, console)
     for folder in (BUILD, RESULTS) if record else (BUILD,):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.md"

@@ -42,6 +42,7 @@ __all__ = [
     "fallbacks",
     "mark_batch",
     "measured_peaks",
+    "optimizer_state_bytes",
     "planning_seconds",
     "plans",
     "register_batch_rule",
@@ -103,6 +104,22 @@ def mark_batch(tensor: torch.Tensor, axis: int = 0) -> torch.Tensor:
     return mark(tensor, axis)
 
 
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes that the state of ``optimizer`` takes once it has made a step, on the devices of its parameters.
+
+    It is worked out on a copy that has no memory: the optimizer does not step, and what it already has is counted as
+    it is. Every parameter that requires a gradient is taken to get one. Made for option ``reserve``:
+
+        options = {"memory_budget": "auto", "reserve": remat_compiler.optimizer_state_bytes(optimizer)}
+
+    Raises:
+        ConfigError: it is no optimizer, or its state cannot be worked out without running it (LBFGS).
+    """
+    from .optimizer_state import optimizer_state_bytes as state_bytes
+
+    return state_bytes(optimizer)
+
+
 def register_batch_rule(op: object, rule: Callable[..., Iterable[tuple[Sequence[object], Sequence[object]]]]) -> None:
     """Say how a custom op carries the batch, so that steps that use it can be split into micro-batches.
 
@@ -113,10 +130,10 @@ def register_batch_rule(op: object, rule: Callable[..., Iterable[tuple[Sequence[
             needed whole), and that of each result (``"partial"``: the parts are to be added up).
 
     Example: a matrix product gives ``((0, None), (0,))`` for its rows, ``((None, 1), (1,))`` for its columns and
-    ``((1, 0), ("partial",))`` for the sum.
+    ``((1, 0), ("partial",))`` for the sum. A later rule for the same op takes the place of the earlier one.
 
     Raises:
-        ConfigError: ``op`` is no op, or ``rule`` cannot be called.
+        ConfigError: ``op`` is no op, or one of PyTorch's that remat has its own rule for, or ``rule`` cannot be called.
     """
     from remat_passes.batch_rules import register
 

@@ -6,17 +6,17 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from remat_passes.device import DeviceSpec
-from remat_passes.errors import ConfigError, RematError, nearest
+from remat_passes.errors import BudgetInfeasibleError, ConfigError, RematError, nearest
 
 from . import torch_private
-from .batch_norm import by_group, refuse_batch_norm
+from .batch_norm import by_group, group_counts, refuse_batch_norm
 from .calibrate import default_cache_dir
 from .device_at_hand import device_spec
 from .measured_costs import check_cost_model
@@ -55,13 +55,11 @@ def remat(
     spare = torch_private.copy_of(module) if parsed.fallback == "inductor" else None
     try:
         known = step_inputs(module, inputs, parsed.batch_axes)
-        if parsed.num_microbatches > 1:
-            torch_private.fix_sizes(inputs)
-            module, known = _with_batch_norm_by_group(module, known, parsed)
-        unsplit = torch_private.copy_of(module) if parsed.verify else None
-        compiled, partitioner = _compile(module, inputs, inductor_options, parsed, spec, known)
+        attempt = _attempt(module, inputs, inductor_options, parsed, spec, known)
+        compiled, partitioner, known = attempt.compiled, attempt.partitioner, attempt.known
         for made in partitioner.made:
             publish(made, parsed.dump_dir)
+        unsplit = attempt.unsplit
         if unsplit is None or not partitioner.made:
             return compiled
         plan = partitioner.made[0].plan
@@ -77,6 +75,84 @@ def remat(
         warnings.warn(f"remat compiles as plain Inductor would: {error}", stacklevel=2)
         record_fallback(str(error))
         return torch_private.compile_plain_inductor(spare, inputs, inductor_options)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A compiled step."""
+
+    compiled: Callable[..., Any]
+    partitioner: RematPartitioner
+    unsplit: fx.GraphModule | None  # what it is verified against
+    known: StepInputs
+
+
+def _attempt(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    inductor_options: Mapping[str, object],
+    options: Options,
+    spec: DeviceSpec,
+    known: StepInputs,
+) -> _Attempt:
+    """Compile the step, in as many slices as the budget asks for where that is free.
+
+    What must be known before the step is traced is tried one after another, and only where the budget asks for it:
+    fixed sizes instead of symbolic ones, and the number of groups of a batch norm.
+    """
+    ways = _ways(module, inputs, options)
+    for place, way in enumerate(ways):
+        try:
+            own = module if place == len(ways) - 1 else torch_private.copy_of(module)
+            return _compiled_in(own, inputs, inductor_options, way, spec, known)
+        except BudgetInfeasibleError as refused:
+            if place == len(ways) - 1:
+                hint = _hint(module, options)
+                raise BudgetInfeasibleError(f"{refused}{hint}", refused.budget_bytes, refused.smallest_bytes) from None
+    raise AssertionError("there is always a way")
+
+
+def _ways(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> list[Options]:
+    """The options to try, each only where the budget cannot be met by those before."""
+    if not options.num_microbatches_auto or options.memory_budget is None:
+        return [options]
+    whole = replace(options, num_microbatches_auto=False)
+    groups = group_counts(module)
+    if groups is not None:
+        counts = groups if options.batch_norm == "per_microbatch" else ()
+        return [whole, *(replace(whole, num_microbatches=count) for count in counts)]
+    has_symbols = any(isinstance(entry, torch.SymInt) for entry in inputs)
+    return [whole, options] if has_symbols else [options]
+
+
+def _hint(module: fx.GraphModule, options: Options) -> str:
+    """Which option that is off could help to meet the budget."""
+    if options.num_microbatches_auto and group_counts(module) and options.batch_norm == "refuse":
+        return (
+            " Micro-batches were not weighed, because batch norm in training takes the batch together;"
+            ' batch_norm="per_microbatch" (REMAT_BATCH_NORM) takes each micro-batch by itself, as an accumulation loop'
+            " does."
+        )
+    if not options.num_microbatches_auto and options.num_microbatches == 1:
+        return ' num_microbatches is 1: with "auto" (REMAT_NUM_MICROBATCHES) the batch may run in slices.'
+    return ""
+
+
+def _compiled_in(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    inductor_options: Mapping[str, object],
+    options: Options,
+    spec: DeviceSpec,
+    known: StepInputs,
+) -> _Attempt:
+    if options.num_microbatches > 1 or options.num_microbatches_auto:
+        torch_private.fix_sizes(inputs)
+    if options.num_microbatches > 1:
+        module, known = _with_batch_norm_by_group(module, known, options)
+    unsplit = torch_private.copy_of(module) if options.verify else None
+    compiled, partitioner = _compile(module, inputs, inductor_options, options, spec, known)
+    return _Attempt(compiled, partitioner, unsplit, known)
 
 
 def _compile(

@@ -9,6 +9,7 @@ sample, so no later stage knows of batch norm, and the running statistics see on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,16 @@ def refuse_batch_norm(module: fx.GraphModule) -> None:
                 ' batch_norm="per_microbatch" (REMAT_BATCH_NORM) takes each micro-batch by itself, as an accumulation'
                 " loop does; group norm, or the module in eval mode, does without the batch."
             )
+
+
+def group_counts(module: fx.GraphModule) -> tuple[int, ...] | None:
+    """The numbers of groups above one that batch norm in training can be taken by, rising; ``None`` without any."""
+    shapes = [node.args[0].meta["example_value"].shape for node in module.graph.nodes if _is_in_training(node)]
+    if not shapes:
+        return None
+    batch = math.gcd(*(int(shape[0]) for shape in shapes))
+    per_sample = min(math.prod(map(int, shape[2:])) for shape in shapes)
+    return tuple(n for n in range(2, batch + 1) if batch % n == 0 and batch // n * per_sample > 1)
 
 
 def by_group(module: fx.GraphModule, num_groups: int) -> fx.GraphModule | None:

@@ -72,29 +72,39 @@ class SplitGraph:
             )
 
 
-def split(
-    module: fx.GraphModule,
-    joint: JointGraph,
-    num_forward_outputs: int,
-    options: Options,
-    inputs: StepInputs,
-) -> SplitGraph:
-    """Split a joint graph into ``options.num_microbatches`` slices.
+def axes_of(joint: JointGraph, options: Options, inputs: StepInputs, num_microbatches: int) -> BatchAxes:
+    """What carries the batch.
 
     Raises:
         CannotSplitError: the step is not the same when it is computed slice by slice.
-        ConfigError: there are more slices than samples.
     """
-    known = tangents_are_known(joint)
     if joint.symbols:
         raise CannotSplitError(
             "The step cannot be split into micro-batches: sizes in it depend on the contents of a tensor"
             f" ({', '.join(name for name, _ in joint.symbols)}). Make them fixed, with a mask instead of a selection."
         )
+    known = tangents_are_known(joint)
     said, names = _inputs(joint, inputs)
-    axes = choose_axes(joint, said, names, inputs.num_groups, options.num_microbatches, tangents_are_known=known)
-    _check_number(axes, options.num_microbatches)
-    step = split_step(joint, axes, options.num_microbatches)
+    return choose_axes(joint, said, names, inputs.num_groups, num_microbatches, tangents_are_known=known)
+
+
+def split(
+    module: fx.GraphModule,
+    joint: JointGraph,
+    num_forward_outputs: int,
+    axes: BatchAxes,
+    num_microbatches: int,
+    options: Options,
+    inputs: StepInputs,
+) -> SplitGraph:
+    """Split a joint graph into so many slices.
+
+    Raises:
+        CannotSplitError: the step is not the same when it is computed slice by slice.
+        ConfigError: there are more slices than samples.
+    """
+    _check_number(axes, num_microbatches)
+    step = split_step(joint, axes, num_microbatches)
     torch_private.lower_random_at()
     accumulate = functools.partial(accumulator_dtype, options.accumulate_dtype)
     with torch_private.fake_mode_of(module):
@@ -104,6 +114,8 @@ def split(
             if loop is not None
             for length in dict.fromkeys(step.lengths)
         }
+    _, names = _inputs(joint, inputs)
+    known = tangents_are_known(joint)
     return SplitGraph(joint, module, num_forward_outputs, step, bodies, names, known, accumulate)
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from remat_passes.errors import ConfigError, nearest
-from remat_passes.units import parse_bytes
+from remat_passes.units import format_bytes, parse_bytes
 
 BatchNorm = Literal["refuse", "per_microbatch"]
 CostModel = Literal["analytic", "measured"]  # or the path of an exported table
@@ -47,6 +48,12 @@ OPTIONS = (
         "REMAT_MEMORY_BUDGET",
         'bytes (int), "8GiB", "512MiB", "8GB" (10^9), "60%", "auto"',
         "none: the fastest plan",
+    ),
+    Option(
+        "reserve",
+        "REMAT_RESERVE",
+        'bytes (int), "2GiB": what of the budget is kept free for what comes later, as the optimizer\'s state',
+        "none",
     ),
     Option("num_microbatches", "REMAT_NUM_MICROBATCHES", 'an int >= 1, or "auto"', '"auto" with a budget, else 1'),
     Option("batch_norm", "REMAT_BATCH_NORM", '"refuse", "per_microbatch"', '"refuse"'),
@@ -98,6 +105,7 @@ class Options:
     """Everything that can be set, with the defaults of an empty configuration."""
 
     memory_budget: Budget | None = None
+    reserve_bytes: int = 0  # of the budget, kept free for what comes after the first step
     num_microbatches: int = 1
     num_microbatches_auto: bool = False  # the planner may choose another number
     batch_norm: BatchNorm = "refuse"
@@ -121,6 +129,7 @@ class Options:
         budget = self.memory_budget
         record = {
             "memory_budget": None if budget is None else f"{budget.kind} {budget.amount!r}",
+            "reserve_bytes": self.reserve_bytes,
             "num_microbatches": self.num_microbatches,
             "num_microbatches_auto": self.num_microbatches_auto,
             "batch_norm": self.batch_norm,
@@ -165,9 +174,16 @@ def parse_options(
     given, inductor = _from_options(options, inductor_option_names)
     settings = _from_environment(environ) | given
     budget = _parsed(settings, "memory_budget", _parse_budget_setting, None)
+    reserve_bytes = _parsed(settings, "reserve", _parse_reserve, 0)
+    if reserve_bytes and budget is None:
+        raise ConfigError(
+            f"{settings['reserve'].where()} is {settings['reserve'].value!r} and there is no memory_budget that it"
+            " could be kept free of. Set memory_budget too, as 'auto', '8GiB' or '60%', or leave reserve out."
+        )
     num_microbatches = _parsed(settings, "num_microbatches", _parse_num_microbatches, "auto" if budget else 1)
     return Options(
         memory_budget=budget,
+        reserve_bytes=reserve_bytes,
         num_microbatches=num_microbatches if isinstance(num_microbatches, int) else 1,
         num_microbatches_auto=num_microbatches == "auto",
         batch_norm=_parsed(settings, "batch_norm", lambda setting: _one_of(setting, get_args(BatchNorm)), "refuse"),
@@ -216,16 +232,33 @@ def resolve_budget(
     inductor_peak_bytes: int,
     free_bytes: int | None,
     baseline_bytes: int,
+    reserve_bytes: int = 0,
 ) -> int | None:
-    """The budget in bytes for one graph, or None when there is none.
+    """The budget in bytes for one graph, less what is to be kept free of it; None when there is no budget.
 
     A budget counts what is already allocated (``baseline_bytes``), so "auto" is that and what is free beside it.
+    ``reserve_bytes`` are taken off whatever the budget comes to: of "60%" with a reserve there is less than 60 % left.
 
     Raises:
-        ConfigError: the budget is "auto" and the device cannot say how much memory is free.
+        ConfigError: the budget is "auto" and the device cannot say how much memory is free, or the reserve leaves
+            nothing of the budget.
     """
     if budget is None:
         return None
+    whole = _whole_budget(budget, device_kind, inductor_peak_bytes, free_bytes, baseline_bytes)
+    if reserve_bytes and whole <= reserve_bytes:
+        raise ConfigError(
+            f"Option reserve is {format_bytes(reserve_bytes)} and memory_budget ({budget.text!r}) comes to"
+            f" {format_bytes(whole)}: nothing is left for the step. Raise memory_budget, which counts all that is"
+            " allocated, the reserve included, or lower reserve."
+        )
+    return whole - reserve_bytes
+
+
+def _whole_budget(
+    budget: Budget, device_kind: str, inductor_peak_bytes: int, free_bytes: int | None, baseline_bytes: int
+) -> int:
+    """What the budget comes to, with the reserve in it."""
     if budget.kind == "bytes":
         return int(budget.amount)
     if budget.kind == "percent":
@@ -334,6 +367,31 @@ def _parse_budget_setting(setting: _Setting) -> Budget | None:
     return parse_budget(setting.value, setting.where())
 
 
+def _parse_reserve(setting: _Setting) -> int:
+    """Bytes; 0 keeps nothing free."""
+    value = setting.value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        num_bytes = int(value)
+    elif isinstance(value, str):
+        text = value.strip()
+        if text == "auto" or text.endswith("%"):
+            why = (
+                "a reserve is a number of bytes; remat_compiler.optimizer_state_bytes(optimizer) gives the optimizer's"
+            )
+            raise setting.malformed(why)
+        if _FRACTION_OF_A_BYTE.fullmatch(text):
+            raise setting.malformed("bytes come in whole numbers")
+        try:
+            num_bytes = -1 if text.startswith("-") else parse_bytes(text)
+        except (ConfigError, ValueError, OverflowError):  # the last two: more digits than Python converts
+            raise setting.malformed("it is not a size") from None
+    else:
+        raise setting.malformed(f"a reserve is not a {type(value).__name__}")
+    if num_bytes < 0:
+        raise setting.malformed("it is negative")
+    return num_bytes
+
+
 def _parse_num_microbatches(setting: _Setting) -> int | Literal["auto"]:
     value = setting.value
     if isinstance(value, str) and value == "auto":
@@ -354,6 +412,9 @@ def _parse_batch_axes(setting: _Setting) -> tuple[tuple[str, int], ...]:
         parts = [part.split("=") for part in value.split(",") if part.strip()]
         if not all(len(part) == 2 and re.fullmatch(r"\s*-?[0-9]{1,3}\s*", part[1]) for part in parts):
             raise setting.malformed("it is not a list of name=axis")
+        twice = next((name for name, count in Counter(name.strip() for name, _ in parts).items() if count > 1), None)
+        if twice is not None:
+            raise setting.malformed(f"it names {twice!r} twice")
         value = {name.strip(): int(axis) for name, axis in parts}
     if not isinstance(value, Mapping):
         raise setting.malformed("it does not say which axis of which input")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,43 +18,60 @@ import torch
 from torch import fx
 
 import remat_passes
-from remat_passes.batch import split_notes
-from remat_passes.cost import CostGraph, price
-from remat_passes.cut import Cut, CutProblem
+from remat_passes.batch import BatchAxes
 from remat_passes.device import DeviceSpec
-from remat_passes.errors import BudgetInfeasibleError
-from remat_passes.joint import JointGraph, Side, capture
-from remat_passes.legality import Permission, classify
+from remat_passes.errors import BudgetInfeasibleError, CannotSplitError
+from remat_passes.joint import JointGraph
 from remat_passes.memory import MemoryModel
-from remat_passes.microbatch import Body
-from remat_passes.ops import written_operands
-from remat_passes.outer import body_of_call
-from remat_passes.plan import RematPlan
-from remat_passes.planner import Setting, write_plan
-from remat_passes.schedule import schedule
-from remat_passes.search import Candidate, Choice, cut_problem, inductor_candidate, refusal, search
-from remat_passes.split_plan import PlannedBody, plan_of_split
+from remat_passes.plan import RematPlan, StepCandidate
+from remat_passes.planner import Setting
+from remat_passes.search import Candidate, Choice
+from remat_passes.tail import find_tail
 
 from . import torch_private
-from .calibrate import default_cache_dir
+from .extraction import extract
 from .first_step import FirstStep
-from .measured_costs import KernelTimes, kernel_times
-from .microbatches import SplitGraph, joined, split
+from .measured_costs import KernelTimes
+from .microbatches import axes_of, split, tangents_are_known
 from .options import Options, resolve_budget
 from .plan_log import next_graph_number
 from .readback import StepReader
+from .split_choice import SplitChoice, SplitWay, look
+from .staged import Staged, stage
 from .step_inputs import StepInputs
+from .weighing import UNSPLIT, Decision, Part, Way, Weighing, ladders
 
 
 @dataclass(frozen=True)
 class Decided:
     """What the stages decided about one graph."""
 
-    joint: JointGraph
-    choice: Choice
+    module: fx.GraphModule  # the joint module that is to be cut: with micro-batches, one with loops
+    joint: JointGraph  # the same, read
+    chosen: Candidate
+    way: Way
     plan: RematPlan
-    joint_text: str
-    planning_seconds: float
+    joint_text: str = ""
+    planning_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A way to run the step that an earlier trial took, and what it had weighed."""
+
+    way: Way
+    candidates: tuple[StepCandidate, ...]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One joint graph, before anything is decided about it."""
+
+    gm: fx.GraphModule
+    num_fwd_outputs: int
+    static: list[int]
+    full: Staged
+    budget_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,7 @@ class Made:
     its first step."""
 
     plan: RematPlan
+    way: Way
     planning_seconds: float
     texts: dict[str, str]
     reader: StepReader
@@ -89,12 +106,17 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         limit_bytes: int | None = None,
         correction: str | None = None,
         inputs: StepInputs = NOTHING_KNOWN,
+        device_type: str | None = None,
+        taken: Taken | None = None,
     ) -> None:
         self.options = options
+        self.device_type = device_type  # whose memory counts, where it is not the device of the trace
         self.spec = spec
         self.inputs = inputs
         self.limit_bytes = limit_bytes  # the highest projected peak to accept, where a trial has shown a better one
         self.correction = correction  # what that trial has shown, for the plan's notes
+        self.taken = taken  # how that trial ran the step
+        self.why_not = ""  # the step runs in no other number of slices
         self.made: list[Made] = []
         self.table_hashes: list[str] = []  # of the measured times that each graph was priced with
 
@@ -108,18 +130,36 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         **keywords: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition one joint graph (torch's ``CustomPartitionerFn`` interface)."""
-        static = list(static_lifetime_input_indices or [])
-        torch_private.prepare_joint_module(gm)
-        if self.options.num_microbatches > 1:
-            gm, decided = self._decide_split(gm, num_fwd_outputs, static)
-        else:
-            decided = self._decide(gm, num_fwd_outputs, static)
-        forward, backward = _act(gm, decided, num_fwd_outputs)
+        decided = self.decide(gm, num_fwd_outputs, list(static_lifetime_input_indices or []))
+        forward, backward = extract(decided.module, decided.joint, decided.chosen, num_fwd_outputs)
         texts = {"joint": decided.joint_text, "forward": str(forward.graph), "backward": str(backward.graph)}
         reader = StepReader(decided.joint.device_type, num_fwd_outputs)
         first_step = FirstStep(decided.joint.device_type, num_fwd_outputs)
-        self.made.append(Made(decided.plan, decided.planning_seconds, texts, reader, first_step))
+        self.made.append(Made(decided.plan, decided.way, decided.planning_seconds, texts, reader, first_step))
         return forward, backward
+
+    def decide(self, gm: fx.GraphModule, num_fwd_outputs: int, static: list[int]) -> Decided:
+        """The decision about one joint graph: the step as it is or in slices, its cut, and the plan.
+
+        Raises:
+            BudgetInfeasibleError: no plan is within the budget.
+            CannotSplitError: the step is to run in slices, and is not the same then.
+        """
+        start = time.perf_counter()
+        torch_private.prepare_joint_module(gm)
+        text = str(gm.graph)
+        full = self._stage(gm, num_fwd_outputs, static)
+        step = _Step(gm, num_fwd_outputs, static, full, self._budget_bytes(full))
+        if self.options.num_microbatches > 1:
+            axes = axes_of(full.joint, self.options, self.inputs, self.options.num_microbatches)
+            decided = self._split(step, Way("step", self.options.num_microbatches), axes)
+        elif self.options.num_microbatches_auto and step.budget_bytes is not None:
+            decided = self._weighed(step)
+        else:
+            decided = self._unsplit(step, full.search(step.budget_bytes, self.limit_bytes))
+        corrected = (self.correction, *decided.plan.notes) if self.correction else decided.plan.notes
+        plan = replace(decided.plan, notes=corrected)
+        return replace(decided, plan=plan, joint_text=text, planning_seconds=time.perf_counter() - start)
 
     def compiled(self, graph: torch_private.CompiledGraph) -> None:
         """Take one of the compiled graphs. With several joint graphs in one module it is not known whose it is."""
@@ -131,7 +171,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Inductor's cache key: all that a plan depends on."""
-        settings = f"{self.limit_bytes} {self.inputs} {torch_private.reuses_saved_values()}"
+        settings = f"{self.limit_bytes} {self.taken} {self.inputs} {torch_private.reuses_saved_values()}"
         parts = (self.options.identity(), repr(self.spec), settings, torch.__version__, _source_hash())
         return hashlib.sha256("\n".join((*parts, *self.table_hashes)).encode()).hexdigest()
 
@@ -139,186 +179,87 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         """Inductor's cache also pickles its whole configuration, and what was made must not be a part of the key."""
         return (str, (self.uuid(),))
 
-    def _staged(
-        self,
-        gm: fx.GraphModule,
-        num_fwd_outputs: int,
-        static: list[int],
-        *,
-        is_body: bool = False,
-        yardstick: bool = True,
-    ) -> _Staged:
-        """All that is known of a graph before anything is decided; without a yardstick, as if all were saved."""
-        joint = capture(gm.graph, num_fwd_outputs, static, torch_private.pinned_to_backward(gm.graph))
-        permissions = classify(joint)
-        times = kernel_times(joint, self.spec, self.options, default_cache_dir(os.environ))
-        self.table_hashes.append(times.content_hash)
-        costs = price(joint, self.spec, times.table)
-        problem = cut_problem(joint, permissions, costs)
-        allocated = None if is_body else _allocated_bytes(joint.device_type)
-        fuses = self.options.lowering == "inductor"
-        model = MemoryModel(joint, fuses, allocated, torch.get_num_threads(), is_body)
-        names = (
-            torch_private.inductor_saved_names(gm, num_fwd_outputs, static)
-            if yardstick
-            else frozenset(joint.values[i].name for i in joint.required)
-        )
-        return _Staged(
-            joint, permissions, costs, problem, model, times, inductor_candidate(joint, problem, model, names)
-        )
+    def _stage(self, gm: fx.GraphModule, num_fwd_outputs: int, static: list[int]) -> Staged:
+        staged = stage(gm, num_fwd_outputs, static, self.options, self.spec, self.device_type)
+        self.table_hashes.append(staged.times.content_hash)
+        return staged
 
-    def _decide(self, gm: fx.GraphModule, num_fwd_outputs: int, static: list[int]) -> Decided:
-        start = time.perf_counter()
-        staged = self._staged(gm, num_fwd_outputs, static)
-        budget = self._budget_bytes(staged)
-        plan_text = str(gm.graph)
-        choice = staged.search(budget, self.limit_bytes)
-        plan = staged.plan(choice, self._setting(staged, budget), self.spec)
-        seconds = time.perf_counter() - start
-        return Decided(staged.joint, choice, plan, plan_text, seconds)
+    def _budget_bytes(self, full: Staged) -> int | None:
+        return _budget_bytes(self.options, full.joint, full.model, full.inductor.projection.peak_bytes)
 
-    def _budget_bytes(self, staged: _Staged) -> int | None:
-        return _budget_bytes(self.options, staged.joint, staged.model, staged.inductor.projection.peak_bytes)
+    def _setting(self, step: _Step) -> Setting:
+        number = next_graph_number() + len(self.made)
+        return _setting(self.options, step.full.times, step.full.joint, step.budget_bytes, number)
 
-    def _setting(self, staged: _Staged, budget: int | None) -> Setting:
-        setting = _setting(self.options, staged.times, staged.joint, budget, next_graph_number() + len(self.made))
-        return setting if self.correction is None else replace(setting, notes=(self.correction, *setting.notes))
+    def _unsplit(self, step: _Step, choice: Choice) -> Decided:
+        plan = step.full.plan(choice, self._setting(step), self.spec)
+        return Decided(step.gm, step.full.joint, choice.chosen, UNSPLIT, plan)
 
     # -- micro-batches
 
-    def _decide_split(
-        self, gm: fx.GraphModule, num_fwd_outputs: int, static: list[int]
-    ) -> tuple[fx.GraphModule, Decided]:
-        """The outer graph of a step that runs in micro-batches, its bodies planned, and what was decided about it."""
-        start = time.perf_counter()
-        text = str(gm.graph)
-        full = self._staged(gm, num_fwd_outputs, static)
-        budget = self._budget_bytes(full)
-        graph = split(gm, full.joint, num_fwd_outputs, self.options, self.inputs)
-        outer = graph.outer({key: body.module for key, body in graph.bodies.items()})
-        staged = self._staged(outer, num_fwd_outputs, static, yardstick=False)
-        calls = {i: body_of_call(name) for i, name in torch_private.calls_of(outer.graph).items()}
-        held = _held_bytes(staged, calls)
-        planned: dict[str, PlannedBody] = {}
-        inner_bytes: dict[str, int] = {}
-        for key, body in graph.bodies.items():
-            name = graph.name(key)
-            inner_bytes[name], plan = self._plan_body(outer, graph, key, held[name], budget)
-            if plan is not None:
-                count = sum(count for called, count in calls.values() if called == name)
-                planned[name] = PlannedBody(*key, count, plan, held[name], _operand_bytes(plan, body))
-        # A chunk holds the results of its slices, and then those put together.
-        called_bytes = {
-            i: inner_bytes[name] + 2 * (count - 1) * graph.split_bytes(name) for i, (name, count) in calls.items()
-        }
-        model = replace(staged.model, called_bytes=called_bytes)
-        again = replace(staged.inductor, projection=model.project(staged.inductor.cut))
-        staged = replace(staged.without_prices(calls), model=model, inductor=again)
-        choice = staged.search(None, NO_LIMIT)
-        peak_bytes = choice.chosen.projection.peak_bytes
-        if budget is not None and peak_bytes > (budget if self.limit_bytes is None else self.limit_bytes):
-            raise refusal(budget, peak_bytes, choice.chosen.projection.peak_values, model.gradient_bytes)
-        setting = self._setting(full, budget)
-        num_loops = sum(loop is not None for loop in graph.step.loops)
-        notes = (
-            *setting.notes,
-            *split_notes(full.joint, graph.step.axes, num_loops, self.inputs.num_groups is not None),
-        )
-        plan = plan_of_split(
-            staged.plan(choice, setting, self.spec),
-            tuple(planned.values()),
-            {staged.joint.values[i].name: planned[name] for i, (name, _) in calls.items() if name in planned},
-            full.plan(full.as_inductor(), setting, self.spec),
-            graph.step,
-            full.joint,
-            graph.names,
-            notes,
-            tangents_are_known=graph.tangents_are_known,
-        )
-        return outer, Decided(staged.joint, choice, plan, text, time.perf_counter() - start)
+    def _look(self, step: _Step, way: Way, axes: BatchAxes) -> SplitWay:
+        joint, num_outputs = step.full.joint, step.num_fwd_outputs
+        graph = split(step.gm, joint, num_outputs, axes, way.num_slices, self.options, self.inputs)
+        return look(graph, num_outputs, step.static, self.options, self.spec, self.device_type)
 
-    def _plan_body(
-        self, outer: fx.GraphModule, graph: SplitGraph, key: tuple[int, int], held_bytes: int, budget: int | None
-    ) -> tuple[int, RematPlan | None]:
-        """Plan one body under what the budget leaves, and put what came of it into the outer graph.
+    def _split(self, step: _Step, way: Way, axes: BatchAxes) -> Decided:
+        """The step run in this way."""
+        split_way = self._look(step, way, axes)
+        return self._carried_out(step, way, split_way, split_way.decide(step.budget_bytes, self.limit_bytes))
 
-        What it takes above its operands in bytes, and its plan where it has a backward.
-        """
-        body, loop, name = graph.bodies[key], graph.step.loops[key[0]], graph.name(key)
-        assert loop is not None
-        if not body.is_trained:
-            joint = capture(body.module.graph, body.num_forward_outputs, [], frozenset())
-            model = MemoryModel(joint, self.options.lowering == "inductor", None, torch.get_num_threads())
-            return model.project(NOTHING_SAVED).peak_bytes - model.baseline_bytes, None
-        staged = self._staged(body.module, body.num_forward_outputs, graph.static_inputs(loop), is_body=True)
-        operands = staged.model.baseline_bytes + staged.model.tangent_bytes
-        room = None if budget is None else max(1, budget - held_bytes + operands)
-        limit = None if self.limit_bytes is None else max(0, self.limit_bytes - held_bytes + operands)
+    def _carried_out(self, step: _Step, way: Way, split_way: SplitWay, choice: SplitChoice) -> Decided:
+        setting = self._setting(step)
+        notes = (*setting.notes, *split_way.notes(self.inputs.num_groups is not None))
+        plan = split_way.carry_out(choice, step.full, setting, self.spec, notes)
+        return Decided(split_way.outer, choice.around.joint, choice.outer.chosen, way, plan)
+
+    def _weighed(self, step: _Step) -> Decided:
+        """The step in as many slices as suit its budget best."""
+        assert step.budget_bytes is not None
+        axes = self._axes(step)
+        if self.taken is not None:
+            return self._again(step, self.taken, axes)
+        weighing = Weighing(step.full, ladders(axes), lambda way: self._look(step, way, axes[way.part]))
+        decision = weighing.weigh(step.budget_bytes if self.limit_bytes is None else self.limit_bytes)
+        if decision is None:
+            refused = weighing.refusal(step.budget_bytes)
+            text = f"{refused} {self.why_not}".strip()
+            raise BudgetInfeasibleError(text, refused.budget_bytes, refused.smallest_bytes)
+        decided = self._taken(step, weighing, decision)
+        frontier = sorted(
+            (*decided.plan.frontier, *decision.others), key=lambda point: (point.step_us, -point.peak_bytes)
+        )
+        notes = (*decided.plan.notes, *([self.why_not] if self.why_not else []))
+        plan = replace(decided.plan, candidates=decision.candidates, frontier=tuple(frontier), notes=notes)
+        return replace(decided, plan=plan)
+
+    def _taken(self, step: _Step, weighing: Weighing, decision: Decision) -> Decided:
+        if isinstance(decision.choice, SplitChoice):
+            return self._carried_out(step, decision.way, weighing.split_way(decision.way), decision.choice)
+        return self._unsplit(step, decision.choice)
+
+    def _again(self, step: _Step, taken: Taken, axes: Mapping[Part, BatchAxes]) -> Decided:
+        """The way of an earlier trial, under another limit."""
+        if taken.way == UNSPLIT:
+            decided = self._unsplit(step, step.full.search(step.budget_bytes, self.limit_bytes))
+        else:
+            decided = self._split(step, taken.way, axes[taken.way.part])
+        return replace(decided, plan=replace(decided.plan, candidates=taken.candidates))
+
+    def _axes(self, step: _Step) -> dict[Part, BatchAxes]:
+        """What of the step can run in slices."""
+        joint = step.full.joint
+        found: dict[Part, BatchAxes] = {}
+        if not joint.backward_outputs:
+            return found
         try:
-            choice = staged.search(room, limit)
-        except BudgetInfeasibleError as refused:
-            assert budget is not None
-            smallest = refused.smallest_bytes + held_bytes - operands
-            parts = [("what is held around the loop", held_bytes), ("one micro-batch", smallest - held_bytes)]
-            raise refusal(budget, smallest, parts, staged.model.gradient_bytes) from None
-        decided = Decided(staged.joint, choice, staged.plan(choice, self._setting(staged, room), self.spec), "", 0.0)
-        forward, backward = _act(body.module, decided, body.num_forward_outputs)
-        torch_private.replace_graph(outer, name, joined(body, forward, backward))
-        return choice.chosen.projection.peak_bytes - operands, decided.plan
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """One graph as the stages before the decision have left it."""
-
-    joint: JointGraph
-    permissions: tuple[Permission, ...]
-    costs: CostGraph
-    problem: CutProblem
-    model: MemoryModel
-    times: KernelTimes
-    inductor: Candidate
-
-    def search(self, budget_bytes: int | None, limit_bytes: int | None) -> Choice:
-        """The decision."""
-        fixed_ps = self.costs.fixed_ps
-        return search(self.joint, self.problem, self.model, self.inductor, budget_bytes, fixed_ps, limit_bytes)
-
-    def plan(self, choice: Choice, setting: Setting, spec: DeviceSpec) -> RematPlan:
-        """The decision as users read it."""
-        return write_plan(self.joint, self.permissions, self.costs, self.model, spec, choice, setting)
-
-    def as_inductor(self) -> Choice:
-        """Plain Inductor's decision."""
-        return Choice(self.inductor, self.inductor, (self.inductor,), self.inductor.cut.time_ps)
-
-    def without_prices(self, calls: Iterable[int]) -> _Staged:
-        """The graph with calls that cost nothing: their time is that of their bodies."""
-        fixed_ps = self.costs.fixed_ps - sum(self.costs.values[i].recompute_ps for i in calls)
-        return replace(self, costs=replace(self.costs, fixed_ps=max(0, fixed_ps)))
-
-
-# No candidate of an outer graph is refused: what does not fit is refused by name afterwards.
-NO_LIMIT = 2**62
-NOTHING_SAVED = Cut(frozenset(), frozenset(), 0, 0)
-
-
-def _held_bytes(staged: _Staged, calls: Mapping[int, tuple[str, int]]) -> dict[str, int]:
-    """What the outer graph holds when it calls each body, at most."""
-    model = replace(staged.model, called_bytes=dict.fromkeys(calls, 0))
-    names = {staged.joint.values[i].name: name for i, (name, _) in calls.items()}
-    held: dict[str, int] = {}
-    for instant in model.project(staged.inductor.cut).timeline:
-        if instant.name in names:
-            body = names[instant.name]
-            held[body] = max(held.get(body, 0), instant.bytes)
-    return held
-
-
-def _operand_bytes(plan: RematPlan, body: Body) -> int:
-    """What a body's plan counts as there from the start: its inputs, and the accumulators."""
-    late = [node for node in body.module.graph.find_nodes(op="placeholder") if "tangents" in node.name]
-    return plan.baseline_bytes + sum(int(node.meta["val"].untyped_storage().nbytes()) for node in late)
+            found["step"] = axes_of(joint, self.options, self.inputs, 2)
+        except CannotSplitError as refused:
+            self.why_not = f"No other number of micro-batches was weighed. {refused}"
+        tail = None if joint.symbols else find_tail(joint, tangents_are_known=tangents_are_known(joint))
+        if tail is not None:
+            found["tail"] = tail.axes
+        return found
 
 
 def _budget_bytes(options: Options, joint: JointGraph, model: MemoryModel, inductor_peak_bytes: int) -> int | None:
@@ -333,11 +274,6 @@ def _budget_bytes(options: Options, joint: JointGraph, model: MemoryModel, induc
     )
 
 
-def _allocated_bytes(device_type: str) -> int | None:
-    """What is allocated on the device now; ``None`` on CPU, which has no such counter."""
-    return torch.cuda.memory_allocated() if device_type == "cuda" else None
-
-
 def _free_bytes(device_type: str) -> int | None:
     """What can still be allocated: free on the device, or reserved by the allocator and unused."""
     if device_type != "cuda":
@@ -347,14 +283,13 @@ def _free_bytes(device_type: str) -> int | None:
 
 
 def _setting(options: Options, times: KernelTimes, joint: JointGraph, budget_bytes: int | None, number: int) -> Setting:
-    notes = ("num_microbatches is 'auto', which means 1 in this version",) if options.num_microbatches_auto else ()
     return Setting(
         graph_id=f"g{number:02d}-{joint.fingerprint}",
         torch_version=torch.__version__,
         cost_model=times.label,
         lowering=options.lowering,
         budget_bytes=budget_bytes,
-        notes=(*times.notes, *notes),
+        notes=times.notes,
     )
 
 
@@ -366,113 +301,3 @@ def _source_hash() -> str:
         for path in sorted(package.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-# -- obeying the plan
-
-
-def _act(gm: fx.GraphModule, decided: Decided, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The two modules that hand over exactly what the plan saves, in the order that the plan was projected for."""
-    chosen = decided.choice.chosen
-    joint, cut = decided.joint if chosen.unrolled is None else chosen.unrolled.joint, chosen.cut
-    nodes = _unrolled_nodes(gm.graph, joint, num_fwd_outputs)
-    saved = [nodes[i] for i in sorted(cut.saved) if i not in joint.mutated_inputs]
-    for source in (nodes[i] for i in sorted(cut.saved & joint.mutated_inputs)):
-        saved.append(_copied_before_change(gm.graph, source))
-        if any(joint.values[i].side is Side.BACKWARD for i in _writers(joint, source)):
-            saved.append(source)  # backward changes it as well, and the change is to reach the caller
-    recomputed = frozenset(nodes[i] for i in cut.redo)
-    static = [nodes[i] for i in sorted(joint.static_inputs)]
-    forward, backward = torch_private.extract_modules(gm, saved, recomputed, num_fwd_outputs, static)
-    _check_writes(joint, forward, backward)
-    names = [nodes[i].name for i in schedule(joint, cut).backward]
-    return torch_private.thread_random_state(forward, _ordered(backward, names))
-
-
-def _unrolled_nodes(graph: fx.Graph, joint: JointGraph, num_fwd_outputs: int) -> tuple[fx.Node, ...]:
-    """The node of each value. One that is computed again gets a node of its own, which its readers read (in place)."""
-    nodes: list[fx.Node] = []
-    for value, node in zip(joint.values, joint.nodes, strict=True):
-        operands = {old: nodes[i] for old, i in zip(node.all_input_nodes, value.inputs, strict=True)}
-        if value.name != node.name:
-            nodes.append(_copied(graph, node, operands, value.name))
-            continue
-        for old, new in operands.items():
-            if old is not new:
-                node.replace_input_with(old, new)
-        nodes.append(node)
-    if any(joint.nodes[i] is not nodes[i] for i in joint.backward_outputs):
-        _return_from_backward(graph, {joint.nodes[i]: nodes[i] for i in joint.backward_outputs}, num_fwd_outputs)
-    return tuple(nodes)
-
-
-def _copied(graph: fx.Graph, node: fx.Node, operands: dict[fx.Node, fx.Node], name: str) -> fx.Node:
-    last = max([*operands.values(), graph.find_nodes(op="placeholder")[-1]])  # where copies of changed inputs stand
-    with graph.inserting_after(last):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operands[operand])
-        copy = graph.create_node(node.op, node.target, args, kwargs, name=name, type_expr=node.type)
-    if copy.name != name:
-        raise AssertionError(f"the copy of {node.name} is to be called {name}, and that name is taken")
-    copy.meta = dict(node.meta)
-    return copy
-
-
-def _return_from_backward(graph: fx.Graph, instead: dict[fx.Node, fx.Node], num_fwd_outputs: int) -> None:
-    (output,) = graph.find_nodes(op="output")
-    flat = list(output.args[0]) if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
-    backward = [instead.get(result, result) if isinstance(result, fx.Node) else result for result in flat]
-    output.args = ((*flat[:num_fwd_outputs], *backward[num_fwd_outputs:]),)
-
-
-def _writers(joint: JointGraph, source: fx.Node | None = None) -> list[int]:
-    """The ops that change an input in place: this one, or any."""
-    written = ((i, written_operands(node)) for i, node in enumerate(joint.nodes))
-    return [i for i, operands in written if operands and (source is None or source in operands)]
-
-
-def _check_writes(joint: JointGraph, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Each change in place runs on its own side; an extraction that cannot place one drops it without a word."""
-    in_forward, in_backward = ({node.name for node in module.graph.nodes} for module in (forward, backward))
-    for value in (joint.values[i] for i in _writers(joint)):
-        if value.name not in (in_backward if value.side is Side.BACKWARD else in_forward):
-            raise AssertionError(f"{value.name} ({value.source}) changes an input and was lost")
-
-
-def _copied_before_change(graph: fx.Graph, source: fx.Node) -> fx.Node:
-    """A copy of an input that the step changes in place; everything but the change itself reads the copy."""
-    last_input = graph.find_nodes(op="placeholder")[-1]
-    with graph.inserting_after(last_input):
-        copy = graph.call_function(torch.ops.aten.clone.default, (source,))
-    copy.meta = dict(source.meta)
-    copy.meta["val"] = source.meta["val"].clone()
-    source.replace_all_uses_with(
-        copy, delete_user_cb=lambda user: user is not copy and source not in written_operands(user)
-    )
-    return copy
-
-
-def _ordered(module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """The module with its nodes in the order of ``names``; what is not named goes right before its first reader."""
-    by_name = {node.name: node for node in module.graph.nodes}
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-
-    def place(node: fx.Node) -> None:
-        stack = [node]
-        while stack:
-            missing = [source for source in stack[-1].all_input_nodes if source not in env]
-            if missing:
-                stack.extend(missing)
-                continue
-            ready = stack.pop()
-            if ready not in env:
-                env[ready] = graph.node_copy(ready, env.__getitem__)
-
-    for node in module.graph.find_nodes(op="placeholder"):
-        place(node)
-    for name in names:
-        if name in by_name:
-            place(by_name[name])
-    for node in module.graph.nodes:
-        place(node)
-    return fx.GraphModule(module, graph)

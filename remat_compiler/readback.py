@@ -112,6 +112,14 @@ def read_allocations(
 
 _OP_NAMESPACES = ("torch.ops.", "extern_kernels.", "aten.", "prims.")
 
+# Functions of the wrapper that return memory of their first operand. ``copy_if_misaligned`` stands before the first
+# kernel that reads an input on a GPU, and what the allocator hands out is aligned; it copies what starts in the middle
+# of a storage at an odd place, which is not known here.
+_SHOWS_OPERAND = frozenset({"reinterpret_tensor", "alloc_from_pool", "copy_if_misaligned"})
+# Methods of a buffer that write it: a workspace that is cleared, a copy to or from another device.
+_WRITING_METHODS = frozenset({"zero_", "copy_", "fill_"})
+_ASSERTIONS = frozenset({"assert_size_stride", "assert_alignment"})
+
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
@@ -135,7 +143,7 @@ class _Wrapper:
         self.graph, self.inputs, self.device_type = graph, inputs, device_type
         self.called = called  # the bodies of loops
         self.arguments: list[Storage | int | None] = [inputs[name] for name in graph.placeholders]
-        self.block = BLOCK_BYTES.get(device_type, BLOCK_BYTES["cuda"])
+        self.block = _block_bytes(device_type)
         self.handed: _Parts | None = None  # the list that a body is called with, until it has taken it apart
         self.names: dict[str, Storage | _Parts | None] = {}
         self.layouts: dict[str, Layout] = {}
@@ -282,7 +290,7 @@ class _Wrapper:
                 self.alive.pop(storage.number, None)
 
     def _allocate(self, num_bytes: int, dtype: torch.dtype) -> Storage:
-        rounded = -(-num_bytes // self.block) * self.block
+        rounded = _rounded_up(num_bytes, self.block)
         storage = Storage(next(self.numbers), rounded, dtype)
         self.now += rounded
         self.alive[storage.number] = ("a buffer", rounded)
@@ -300,7 +308,9 @@ class _Wrapper:
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int() as position)):
                 whole = self.names[name]
                 return whole.storages.get(position) if isinstance(whole, _Parts) else whole
-            case ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[base, *_]):
+            case ast.Call(func=ast.Name(id=function), args=[base, *_]) if function in _SHOWS_OPERAND:
+                return self._result(base)
+            case ast.Call(func=ast.Attribute(value=base, attr="as_strided")):  # of a buffer that is padded in place
                 return self._result(base)
             case ast.Call(func=ast.Name(id=function)) if function.startswith("empty_strided_"):
                 return self._empty(value, function.removeprefix("empty_strided_"))
@@ -348,6 +358,12 @@ class _Wrapper:
                 return Layout(self._sizes(size), self._sizes(stride))
             case ast.Call(func=ast.Name(id=function), args=[size, stride, *_]) if function.startswith("empty_strided_"):
                 return Layout(self._sizes(size), self._sizes(stride))
+            case ast.Call(func=ast.Attribute(attr="as_strided"), args=[size, stride, *_]):
+                return Layout(self._sizes(size), self._sizes(stride))
+            case ast.Call(func=ast.Name(id="alloc_from_pool"), args=[_, _, _, size, stride]):
+                return Layout(self._sizes(size), self._sizes(stride))
+            case ast.Call(func=ast.Name(id="copy_if_misaligned"), args=[base]):
+                return self._layout(base)
         return None
 
     def _stated_layout(self, statement: ast.Call) -> Layout:
@@ -426,17 +442,23 @@ class _Wrapper:
 
     def _run(self, call: ast.Call) -> None:
         name = ast.unparse(call.func)
-        if name == "assert_size_stride":
+        if name in _ASSERTIONS or name.startswith(("args.", "torch.cuda.")):
             return
-        if not (isinstance(call.func, ast.Name) or name.endswith(".run") or _is_op(call)):
-            if not name.startswith(("args.", "torch.cuda.")):
-                raise _NotUnderstoodError(name)
-            return
+        is_kernel = isinstance(call.func, ast.Name) or name.endswith(".run") or _is_op(call)
+        if not (is_kernel or self._writes_buffer(call)):
+            raise _NotUnderstoodError(name)
         self._kernel(call)
+
+    def _writes_buffer(self, call: ast.Call) -> bool:
+        match call.func:
+            case ast.Attribute(value=ast.Name(id=name), attr=method):
+                return name in self.names and method in _WRITING_METHODS
+        return False
 
     def _kernel(self, call: ast.Call, *results: Storage) -> None:
         name = ast.unparse(call.func).removeprefix("extern_kernels.")
-        workspace_bytes = self._workspace_bytes(call, results) if self.device_type == "cpu" else 0
+        workspace = self._workspace_bytes if self.device_type == "cpu" else self._gpu_workspace_bytes
+        workspace_bytes = workspace(call, results)
         for number in self.unnamed:
             if number in self.alive:
                 self.alive[number] = (f"a buffer of {name}", self.alive[number][1])
@@ -471,6 +493,14 @@ class _Wrapper:
             return gemm_bytes(row, max(storage.bytes for storage in storages), threads)
         return 0
 
+    def _gpu_workspace_bytes(self, call: ast.Call, results: Sequence[Storage]) -> int:
+        """What flash attention allocates in backward; what other libraries take on a GPU is not known here."""
+        if _short_name(call) != FLASH_BACKWARD:
+            return 0
+        gradient, query, key = (self._known_layout(operand) for operand in call.args[:3])
+        parts = flash_backward_parts(gradient, query, key, results[0].dtype)
+        return sum(_rounded_up(part_bytes, self.block) for part_bytes in parts)
+
     def _known_layout(self, operand: ast.expr) -> Layout:
         layout = self._layout(operand)
         if layout is None:
@@ -480,6 +510,30 @@ class _Wrapper:
     def _return(self, value: ast.expr | None) -> None:
         elements = value.elts if isinstance(value, ast.Tuple) else []
         self.results = [None if isinstance(e, ast.Constant) else self._result(e) for e in elements]
+
+
+FLASH_BACKWARD = "_scaled_dot_product_flash_attention_backward"
+
+
+def flash_backward_parts(gradient: Layout, query: Layout, key: Layout, dtype: torch.dtype) -> tuple[int, ...]:
+    """The blocks that the backward of flash attention on a GPU allocates besides its results, in bytes.
+
+    The operands are (batch, heads, tokens, size of a head). For each row of queries a sum, and the gradient of the
+    queries in fp32, both for whole blocks of rows; where heads share keys, the gradients of keys and values for each
+    head; and a copy of the incoming gradient where the heads of a token do not stand together. Read in the source
+    (aten/src/ATen/native/transformers/cuda, ``mha_bwd`` of flash_attn/flash_api.cpp, and attention_backward.cu).
+    """
+    batch, heads, tokens, size = query.sizes
+    rows = _rounded_up(tokens, 128)
+    head = _rounded_up(size, 32 if size <= 128 else 64)
+    sums, accumulated = 4 * batch * heads * rows, 4 * batch * heads * rows * head
+    expanded = batch * heads * key.sizes[2] * size * dtype.itemsize if key.sizes[1] != heads else 0
+    copied = gradient.numel * dtype.itemsize if gradient.strides[1] > gradient.strides[2] else 0
+    return sums, accumulated, expanded, expanded, copied
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _storages(value: Storage | _Parts | None) -> tuple[Storage, ...]:
@@ -570,7 +624,8 @@ class StepReader:
         """Take one compiled graph: its wrapper, and what it was compiled for."""
         arguments = dict(zip(graph.placeholders, inputs, strict=True))
         if not is_backward:
-            self.primals = {name: _held(number, value) for number, (name, value) in enumerate(arguments.items())}
+            numbered = enumerate(arguments.items())
+            self.primals = {name: _held(number, value, self.device_type) for number, (name, value) in numbered}
             self.user_outputs = graph.outputs[: self.num_forward_outputs]
             self.forward = read_allocations(source, graph, self.primals, self.device_type)
         elif self.forward is not None:
@@ -618,7 +673,7 @@ class StepReader:
                 entering[name] = self.primals[name]
             elif isinstance(value, torch.Tensor) and "tangents" in name:
                 # Of a scalar loss it is made by Tensor.backward, which holds it to the end.
-                tangent = replace(_tensor(next(numbers), value), is_held=value.dim() == 0)
+                tangent = replace(_tensor(next(numbers), value, self.device_type), is_held=value.dim() == 0)
                 self.entering_bytes += tangent.bytes
                 entering[name] = tangent
             elif isinstance(value, (int, torch.SymInt)):
@@ -628,10 +683,17 @@ class StepReader:
         return entering
 
 
-def _held(number: int, value: Any) -> Storage | int:
-    return _tensor(number, value) if isinstance(value, torch.Tensor) else _hint(value)
+def _held(number: int, value: Any, device_type: str) -> Storage | int:
+    return _tensor(number, value, device_type) if isinstance(value, torch.Tensor) else _hint(value)
 
 
-def _tensor(number: int, tensor: torch.Tensor) -> Storage:
-    numel = math.prod(_hint(size) for size in tensor.shape)
-    return Storage(number, numel * tensor.dtype.itemsize, tensor.dtype, is_held=True)
+def _tensor(number: int, tensor: torch.Tensor, device_type: str) -> Storage:
+    """What is there before the graph, as the device's allocator has rounded it; nothing of another device."""
+    num_bytes = math.prod(_hint(size) for size in tensor.shape) * tensor.dtype.itemsize
+    counts = tensor.device.type == device_type
+    rounded = _rounded_up(num_bytes, _block_bytes(device_type)) if counts else 0
+    return Storage(number, rounded, tensor.dtype, is_held=True)
+
+
+def _block_bytes(device_type: str) -> int:
+    return BLOCK_BYTES.get(device_type, BLOCK_BYTES["cuda"])

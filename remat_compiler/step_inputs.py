@@ -5,6 +5,7 @@ A mark belongs to a tensor and not to an argument's name, so it works for tensor
 
 from __future__ import annotations
 
+import difflib
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from remat_passes.errors import ConfigError, nearest
+from remat_passes.errors import ConfigError
 
 from . import torch_private
 
@@ -69,13 +70,22 @@ def step_inputs(module: fx.GraphModule, inputs: Sequence[Any], named: Sequence[t
     Raises:
         ConfigError: there is no input of that name, or it has no such axis, or sizes of the batch differ.
     """
-    names = torch_private.source_names(module)
+    sources = torch_private.source_names(module)
+    names = user_names(sources)
     tensors = {place: entry for place, entry in enumerate(inputs) if isinstance(entry, torch.Tensor)}
     with _lock:
         found = {place: _marks[tensor] for place, tensor in tensors.items() if tensor in _marks}
+    by = {place: f"{axis} by mark_batch" for place, axis in found.items()}
+    own = [names[place] for place, tensor in tensors.items() if not _is_state(sources[place], tensor)]
     for name, axis in named:
-        place = _named(name, {names[place]: place for place in tensors})
-        found[place] = _checked_axis(f"input {names[place]!r}", tensors[place], axis)
+        place = _named(name, {names[place]: place for place in tensors}, own)
+        axis = _checked_axis(f"input {names[place]!r}", tensors[place], axis)
+        if found.setdefault(place, axis) != axis:
+            raise ConfigError(
+                f"The batch was said to be at axis {by[place]} and at axis {axis} by option batch_axes ({name!r}), of"
+                f" one and the same input {names[place]!r}. Say it once."
+            )
+        by[place] = f"{axis} by option batch_axes ({name!r})"
     sizes = {names[place]: int(tensors[place].shape[axis]) for place, axis in found.items()}
     if len(set(sizes.values())) > 1:
         said = ", ".join(f"{name} has {size}" for name, size in sizes.items())
@@ -83,15 +93,47 @@ def step_inputs(module: fx.GraphModule, inputs: Sequence[Any], named: Sequence[t
     return StepInputs(names, tuple(sorted(found.items())))
 
 
-def _named(name: str, places: Mapping[str, int]) -> int:
+def _named(name: str, places: Mapping[str, int], own: Sequence[str]) -> int:
     plain = {_plain(known): place for known, place in places.items()}
     if _plain(name) in plain:
         return plain[_plain(name)]
-    own = [known for known in places if "_parameters[" not in known and "_buffers[" not in known]
     raise ConfigError(
         f"Option batch_axes names the input {name!r}, and the compiled step has none of that name."
-        f"{nearest(name, own)} Its inputs are {', '.join(own) or 'parameters and buffers only'}."
+        f"{_nearest(name, own)} Its inputs are {', '.join(own) or 'parameters and buffers only'}."
     )
+
+
+def _nearest(name: str, own: Sequence[str]) -> str:
+    """A hint: the input that ends in that name (``batch['y']`` for ``y``), else the one that is spelt most like it."""
+    wanted = _plain(name).lower()
+    by_plain = {_plain(known).lower(): known for known in own}
+    ends = [plain for plain in by_plain if plain.endswith(f"_{wanted}")]
+    found = ends or difflib.get_close_matches(wanted, by_plain, n=1)
+    return f" Did you mean {by_plain[found[0]]!r}?" if found else ""
+
+
+# Dynamo's expressions for what belongs to a module, as ``L['self']._modules['blocks']._modules['0']._buffers['mask']``.
+_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_ROOT = re.compile(r"^(?:(?:self|fn)\.|G\['(\w+)'\])")  # the compiled module or the object of a method; a global
+
+
+def _is_state(source: str, tensor: torch.Tensor) -> bool:
+    """Whether an input is a parameter or a buffer."""
+    return isinstance(tensor, torch.nn.Parameter) or bool(_MEMBER.search(source))
+
+
+def user_names(sources: Sequence[str]) -> tuple[str, ...]:
+    """What the user calls the inputs: ``blocks.0.weight`` where Dynamo's expression goes through the modules.
+
+    Names that two inputs would share, as the weights of two models that one function uses, stay as Dynamo has them.
+    """
+    short = [_user_name(source) for source in sources]
+    return tuple(name if short.count(name) == 1 else source for name, source in zip(short, sources, strict=True))
+
+
+def _user_name(source: str) -> str:
+    name = _MEMBER.sub(r".\1", source)
+    return _ROOT.sub(r"\1", name) if name != source or source.startswith("G[") else source
 
 
 def _plain(name: str) -> str:

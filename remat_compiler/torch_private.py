@@ -12,6 +12,7 @@ What is used, and where it lives:
 - ``torch._functorch.config``: ``enable_autograd_cache``, ``force_non_lazy_backward_lowering``, ``donated_buffer``; and
   AOTAutograd's list of donated values (``get_donated_idxs``), ``torch._guards`` for a compile in backward.
 - ``torch.autograd._enable_profiler_legacy``: the sizes that the CPU allocator hands out, without Kineto.
+- ``torch._subclasses.fake_tensor``: steps that are traced and not run.
 - ``torch.profiler``'s tree of events: the addresses of what the CPU allocator hands out.
 """
 
@@ -22,7 +23,8 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from unittest import mock
@@ -37,11 +39,18 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import CompileContext, TracingContext, tracing
 from torch._guards import compile_context as resume_compile
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._ordered_set import OrderedSet
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from remat_passes.again import repetition_of
+from remat_passes.cut import Residual
 
 from .readback import Signature, signature
 
@@ -157,7 +166,7 @@ def call_subgraph() -> Any:
 
 
 def source_names(module: fx.GraphModule) -> tuple[str, ...]:
-    """What the user calls each input of a Dynamo graph: ``x``, ``batch['y'][0]``."""
+    """What Dynamo calls each input of its graph: ``x``, ``batch['y'][0]``, ``L['self']._parameters['weight']``."""
     names = []
     for node in module.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)
@@ -168,9 +177,14 @@ def source_names(module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def input_position(node: fx.Node) -> int | None:
-    """Which input of the Dynamo graph a placeholder of the joint graph is."""
-    position = getattr(node.meta.get("desc"), "idx", None)
-    return position if isinstance(position, int) else None
+    """Which input of the Dynamo graph a placeholder of the joint graph is.
+
+    ``None`` for what AOTAutograd has put in: effect tokens, which stand before the inputs and are numbered as they are.
+    """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    description = node.meta.get("desc")
+    return description.idx if isinstance(description, PlainAOTInput) else None
 
 
 def fix_sizes(inputs: Sequence[Any]) -> None:
@@ -221,6 +235,50 @@ def fake_mode_of(module: fx.GraphModule) -> AbstractContextManager[object]:
     """The mode of the fake tensors that a graph was traced with."""
     values = (node.meta.get("val") for node in module.graph.nodes)
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), nullcontext())
+
+
+class _SomeNumber(TorchDispatchMode):
+    """A number that is read out of a fake tensor, which holds none, is 0.5, or 1 where it has to be whole.
+
+    Not 0 and not 1.0, which optimizers divide by, or by what is left to 1.
+    """
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            dtype = args[0].dtype
+            return 0.5 if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool or 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def shapes_only(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[Any], Any]]:
+    """Inside of it tensors have a shape, a dtype and a device, and take no memory.
+
+    It gives a function that makes deep copies with such tensors. What is read out of them is some number. Where one of
+    ``tensors`` is already such a one, the others belong to it.
+    """
+    known = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if known is None else known
+
+    def copied(original: Any) -> Any:
+        with FakeCopyMode(mode):
+            return deepcopy(original)
+
+    with mode, _SomeNumber():  # type: ignore[no-untyped-call]
+        yield copied
+
+
+def unhooked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``step`` of an optimizer's class without the hooks that torch has put around it."""
+    return getattr(method, "__wrapped__", method) if getattr(method, "hooked", False) else method
+
+
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a tensor subclass consists of; of any other itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in plain_tensors(getattr(tensor, name))]
 
 
 def outside_of_tracing() -> AbstractContextManager[object]:
@@ -565,35 +623,42 @@ def _minimum_cut(graph: nx.DiGraph, source: str, sink: str) -> tuple[int, tuple[
     Raises:
         networkx.NetworkXUnbounded: there is a path of infinite edges alone.
     """
-    first = _tied(source, lambda node: graph.succ[node].items())
-    last = _tied(sink, lambda node: graph.pred[node].items())
+    edges = list(graph.edges(data="capacity", default=math.inf))
+    first = _tied(source, ((tail, head) for tail, head, capacity in edges if capacity == math.inf))
+    last = _tied(sink, ((head, tail) for tail, head, capacity in edges if capacity == math.inf))
     if sink in first:
         raise nx.NetworkXUnbounded("Infinite capacity path, flow unbounded above.")
-    rest = nx.DiGraph()
-    rest.add_nodes_from((source, sink))
-    for tail, head, capacity in graph.edges(data="capacity", default=math.inf):
+    rest: dict[tuple[str, str], int] = {}
+    for tail, head, capacity in edges:
         if capacity and tail not in last and head not in first:
             ends = (source if tail in first else tail, sink if head in last else head)
-            before = rest.edges[ends]["capacity"] if rest.has_edge(*ends) else 0
-            rest.add_edge(*ends, capacity=before + capacity)
-    residual = boykov_kolmogorov(rest, source, sink)
+            rest[ends] = rest.get(ends, 0) + capacity
+    network = Residual(inf=1 + 3 * sum(rest.values()))  # networkx stops there; no flow is as large
+    network.add_nodes_from((source, sink))
+    for tail, head in rest:
+        network.add_edges_from(((tail, head), (head, tail)), capacity=0)
+    for (tail, head), capacity in rest.items():
+        network.succ[tail][head]["capacity"] = capacity
+    boykov_kolmogorov(network, source, sink, residual=network)
     reaching, stack = set(last), [sink]
     while stack:
         head = stack.pop()
-        for tail in residual.pred[head]:
-            edge = residual[tail][head]
+        for tail, edge in network.pred[head].items():
             if tail not in reaching and edge["flow"] < edge["capacity"]:
                 reaching.add(tail)
                 stack.append(tail)
-    return residual.graph["flow_value"], (set(graph) - reaching, reaching)
+    return network.graph["flow_value"], (set(graph) - reaching, reaching)
 
 
-def _tied(start: str, edges: Callable[[str], Iterable[tuple[str, Mapping[str, Any]]]]) -> set[str]:
-    """What infinite edges lead to."""
+def _tied(start: str, ties: Iterable[tuple[str, str]]) -> set[str]:
+    """What ties lead to, from their first end to their second."""
+    following: dict[str, list[str]] = {}
+    for one, other in ties:
+        following.setdefault(one, []).append(other)
     found, stack = {start}, [start]
     while stack:
-        for node, edge in edges(stack.pop()):
-            if node not in found and edge.get("capacity", math.inf) == math.inf:
+        for node in following.get(stack.pop(), ()):
+            if node not in found:
                 found.add(node)
                 stack.append(node)
     return found
@@ -671,3 +736,172 @@ def _is_opaque(node: fx.Node) -> bool:
 def _draws_again(node: fx.Node, recomputed: frozenset[fx.Node]) -> bool:
     tags = getattr(node.target, "tags", ())
     return node in recomputed and torch.Tag.nondeterministic_seeded in tags and partitioners.must_recompute(node)
+
+
+# -- a step that is traced and not run (on_paper.py)
+
+# What fake tensors raise where a script asks for what is in them: a number, or a shape that depends on it.
+UNKNOWN_CONTENTS = (DataDependentOutputException, DynamicOutputShapeException)
+
+# A tensor of at most so many elements that is computed without fake ones is real: scripts draw the positions of their
+# batches, shuffle their indices and keep their counters in such tensors, and read them.
+MOST_REAL_ELEMENTS = 2**16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JointModule:
+    """A joint graph as a partitioner is handed it."""
+
+    module: fx.GraphModule
+    num_forward_outputs: int
+    static_inputs: tuple[int, ...]
+
+
+class _Stopped(BaseException):
+    """Ends a compile that is wanted for its joint graph only; no ``except Exception`` of torch's is to stop it."""
+
+
+class _TakesJointModule(CustomPartitionerFn):
+    """Keeps the joint graph instead of cutting it."""
+
+    def __init__(self) -> None:
+        self.taken: JointModule | None = None
+
+    def __call__(  # type: ignore[override]
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **keywords: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.taken = JointModule(gm, num_fwd_outputs, tuple(static_lifetime_input_indices or ()))
+        raise _Stopped
+
+    def uuid(self) -> str:
+        return "remat: nothing is compiled"
+
+
+def joint_module_of(module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, object]) -> JointModule | None:
+    """The joint graph that ``compile_with_inductor`` would cut, by the same passes; ``None`` where no gradient is
+    wanted. Nothing is lowered."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def inner(*_arguments: Any, **_keywords: Any) -> Any:
+        raise _Stopped
+
+    takes = _TakesJointModule()
+    for node in module.graph.nodes:  # Inductor's passes run what makes constants, on the device that it names
+        node.args = fx.node.map_aggregate(node.args, _on_cpu)
+        node.kwargs = {name: _on_cpu(_as_device(arg) if name == "device" else arg) for name, arg in node.kwargs.items()}
+    with outside_of_tracing(), functorch_config.patch(enable_autograd_cache=False), suppress(_Stopped):
+        compile_fx(
+            module, list(inputs), inner_compile=inner, config_patches={**options, "custom_partitioner_fn": takes}
+        )
+    return takes.taken
+
+
+@contextmanager
+def tensors_on_paper(*, for_gpu: bool) -> Iterator[None]:
+    """Tensors have a shape and no contents, and those of other devices lie on the CPU.
+
+    A torch without CUDA cannot trace a fake CUDA tensor through autograd, one with CUDA only beside a GPU. Small
+    tensors are real where nothing fake goes into them. The batches of a ``DataLoader`` are made by this process.
+
+    Args:
+        for_gpu: trace attention with dropout as one kernel, as it runs there; a CPU has none with dropout.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dispatch, enter_autocast = FakeTensorMode.__torch_dispatch__, torch.autocast.__init__
+
+    def on_paper(
+        own: Any, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        if own is not mode or not _are_small((args, kwargs)):
+            return dispatch(own, op, types, args, kwargs)
+        try:
+            result = dispatch(own, op, types, args, kwargs)
+        except UNKNOWN_CONTENTS:
+            return op(*args, **kwargs)
+        return op(*args, **kwargs) if _are_small(result, of_fakes=True) else result
+
+    @functools.wraps(enter_autocast)
+    def autocast_on_cpu(
+        own: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type != "cpu":
+            device_type, dtype = "cpu", torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        enter_autocast(own, device_type, dtype, *args, **kwargs)
+
+    def batches(own: Any) -> Iterator[Any]:
+        own.num_workers, own.timeout = 0, 0
+        with _disable_current_modes():
+            iterator = load(own)
+        while True:
+            with _disable_current_modes():
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            yield batch
+
+    def staying(to: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(to)
+        def stay(own: Any, *args: Any, **kwargs: Any) -> Any:
+            found = [_on_cpu(_as_device(arg)) for arg in args]
+            return to(own, *found, **{name: _on_cpu(_as_device(value)) for name, value in kwargs.items()})
+
+        return stay
+
+    def take_over(own: torch.Tensor, other: torch.Tensor) -> None:
+        own.data = other  # fake tensors are referred to weakly, and such ones cannot be swapped
+
+    def attention(query: Any, key: Any, value: Any, mask: Any = None, dropout: float = 0.0, **kwargs: Any) -> Any:
+        mask, dropout = kwargs.pop("attn_mask", mask), kwargs.pop("dropout_p", dropout)
+        return attend(query, key, value, mask, 0.0 if for_gpu else dropout, **kwargs)
+
+    def is_available() -> bool:  # no mock: Dynamo reads it
+        return False
+
+    def done(*_args: Any, **_kwargs: Any) -> None:
+        """What there is nothing to do for."""
+
+    load, attend = torch.utils.data.DataLoader.__iter__, torch.nn.functional.scaled_dot_product_attention
+    with (
+        mock.patch.object(torch.utils, "swap_tensors", take_over),
+        mock.patch.object(torch.Tensor, "to", staying(torch.Tensor.to)),
+        mock.patch.object(torch.nn.Module, "to", staying(torch.nn.Module.to)),
+        mock.patch.object(torch.Tensor, "cuda", lambda own, *_args, **_kwargs: own),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda own, *_args, **_kwargs: own),
+        mock.patch.object(FakeTensorMode, "__torch_dispatch__", on_paper),
+        mock.patch.object(torch.autocast, "__init__", autocast_on_cpu),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attention),
+        mock.patch.multiple(
+            torch.cuda, is_available=is_available, set_device=done, synchronize=done, reset_peak_memory_stats=done
+        ),
+        mock.patch.object(torch.utils.data.DataLoader, "__iter__", batches),
+        mode,
+    ):
+        yield
+
+
+def _on_cpu(argument: Any) -> Any:
+    is_elsewhere = isinstance(argument, torch.device) and argument.type not in ("cpu", "meta")
+    return torch.device("cpu") if is_elsewhere else argument
+
+
+def _as_device(argument: Any) -> Any:
+    """What ``to`` takes for a device: a name, or the number of a GPU."""
+    if isinstance(argument, int) and not isinstance(argument, bool):
+        return torch.device("cuda", argument)
+    return torch.device(argument) if isinstance(argument, str) else argument
+
+
+def _are_small(arguments: Any, *, of_fakes: bool = False) -> bool:
+    """Whether all tensors are small, and real ones unless it is about what fake ones stand for."""
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    if not of_fakes and any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return False
+    return sum(tensor.numel() for tensor in tensors) <= MOST_REAL_ELEMENTS

@@ -23,7 +23,7 @@ from remat_passes.units import format_bytes
 
 from . import torch_private
 from .options import Options
-from .partitioner import RematPartitioner
+from .partitioner import RematPartitioner, Taken
 from .step_inputs import StepInputs
 
 # How often a graph is planned for its budget. The error of the prediction is nearly the same for all plans of a graph,
@@ -40,6 +40,12 @@ class _Trial:
     partitioner: RematPartitioner
     plan: RematPlan | None
     is_smallest: bool
+
+    @property
+    def taken(self) -> Taken | None:
+        """How the step runs, where that was free."""
+        made = self.partitioner.made
+        return Taken(made[0].way, made[0].plan.candidates) if len(made) == 1 and made[0].plan.candidates else None
 
     @property
     def excess_bytes(self) -> int:
@@ -63,15 +69,20 @@ def compile_within_budget(
     """
     correction: str | None = None
 
-    def compiled(limit_bytes: int | None, *, is_smallest: bool = False) -> _Trial:
-        partitioner = RematPartitioner(options, spec, limit_bytes, correction, known)
+    def compiled(limit_bytes: int | None, taken: Taken | None = None, *, is_smallest: bool = False) -> _Trial:
+        partitioner = RematPartitioner(options, spec, limit_bytes, correction, known, taken=taken)
         own = module if options.memory_budget is None else torch_private.copy_of(module)
         seen = partitioner.compiled
         code = torch_private.compile_with_inductor(own, inputs, inductor_options, partitioner, seen)
         return _Trial(code, partitioner, _read_plan(partitioner), is_smallest)
 
     def trial(limit_bytes: int | None) -> _Trial:
-        """The fastest plan within the limit; the smallest one where there is none."""
+        """The fastest plan within the limit, run as the last one was; the smallest one where there is none."""
+        if tried and tried[-1].taken is not None:
+            try:
+                return compiled(limit_bytes, tried[-1].taken)
+            except BudgetInfeasibleError:
+                pass  # in more slices, perhaps
         try:
             return compiled(limit_bytes)
         except BudgetInfeasibleError as refused:
@@ -109,7 +120,7 @@ def _next_limit_bytes(plan: RematPlan, tried: Sequence[_Trial]) -> int:
         return max(0, min(plan.predicted_peak_bytes - excess_bytes, plan.predicted_peak_bytes - 1))
     too_large = [t.plan.predicted_peak_bytes - 1 for t in tried if t.plan is not None and t.excess_bytes > 0]
     limit_bytes = min(limit_bytes, plan.inductor_peak_bytes, *too_large)  # never more than plain Inductor needs
-    faster = (point for point in plan.frontier if point.step_us < plan.step_us)
+    faster = (point for point in plan.own_frontier if point.step_us < plan.step_us)
     fits_now = any(plan.predicted_peak_bytes < point.peak_bytes <= limit_bytes for point in faster)
     return limit_bytes if fits_now else 0
 
@@ -137,7 +148,8 @@ def _refusal(smallest: _Trial) -> BudgetInfeasibleError:
     plan = made.final_plan
     parts = made.reader.peak_values(plan.baseline_bytes) or [(value.name, value.bytes) for value in plan.peak_values]
     refused = refusal(plan.budget_bytes or 0, plan.projected_peak_bytes, parts, plan.gradient_bytes)
-    return BudgetInfeasibleError(f"{refused}{_ONE_GRAPH}", refused.budget_bytes, refused.smallest_bytes)
+    why_not = f" {smallest.partitioner.why_not}" if smallest.partitioner.why_not else ""
+    return BudgetInfeasibleError(f"{refused}{why_not}{_ONE_GRAPH}", refused.budget_bytes, refused.smallest_bytes)
 
 
 _ONE_GRAPH = (

@@ -84,9 +84,10 @@ class Verified:
         errors = list(_differences(expected, found, self.coarsest))
         wrong = [f"{what}: {text}" for what, is_right, _, text in errors if not is_right]
         if wrong:
+            failed = f"{self.described}: the split step is not the same as the unsplit one. {'; '.join(wrong[:5])}."
+            record_verification(failed)
             raise VerificationError(
-                f"{self.described}: the split step is not the same as the unsplit one. {'; '.join(wrong[:5])}."
-                " Please report this with the model; num_microbatches=1 computes the step unsplit."
+                f"{failed} Please report this with the model; num_microbatches=1 computes the step unsplit."
             )
         largest = max((error for _, _, error, _ in errors), default=0.0)
         record_verification(

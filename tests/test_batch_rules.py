@@ -31,6 +31,7 @@ from remat_passes.batch_rules import (
     rules_of,
     tensor_operands,
 )
+from remat_passes.errors import ConfigError
 from remat_passes.microbatch import local_arguments
 from remat_passes.ops import op_name
 
@@ -939,6 +940,12 @@ def test_a_rule_takes_the_arguments_of_every_overload() -> None:
 # -- sums into zeros
 
 
+@torch.library.custom_op("remat_rule_tests::zeros_like", mutates_args=())
+def own_zeros(x: Tensor) -> Tensor:
+    """Called as one of ATen's, and is not zero."""
+    return torch.ones_like(x)
+
+
 @pytest.mark.parametrize(
     ("make", "is_zero"),
     [
@@ -953,6 +960,7 @@ def test_a_rule_takes_the_arguments_of_every_overload() -> None:
         (lambda g: g.placeholder("x"), False),
         (lambda g: g.call_function(aten.view.default, (g.call_function(aten.full.default, ([4], 0)), [2, 2])), True),
         (lambda g: g.call_function(aten.clone.default, (g.placeholder("x"),)), False),
+        (lambda g: g.call_function(own_zeros._opoverload, (g.placeholder("x"),)), False),
     ],
 )
 def test_zeros_are_known_by_what_made_them(make: Callable[[fx.Graph], fx.Node], is_zero: bool) -> None:
@@ -1015,6 +1023,33 @@ def test_an_index_of_row_numbers_needs_the_rows_whole() -> None:
     """``x[arange(B), t]``: the index may be sliced, but it then counts rows of the whole."""
     made = call(aten.index.Tensor, R(4, 6), [torch.arange(4), Int(6, 4)])
     assert {alignment.operands[0] for alignment, _ in alignments_of(*node_of(made))} == {None}
+
+
+@torch.library.custom_op("remat_rule_tests::cumsum", mutates_args=())
+def own_cumsum(x: Tensor, dim: int) -> Tensor:
+    """Called as one of ATen's, and couples the samples, whatever ``dim`` is."""
+    return x.cumsum(0) + dim
+
+
+def test_a_custom_op_has_no_rule_of_the_op_that_it_is_called_as() -> None:
+    assert not alignments_of(*node_of(Call(own_cumsum._opoverload, (R(4, 3), 1), {}, own_cumsum)))
+    assert alignments_of(*node_of(call(aten.cumsum.default, R(4, 3), 1)))
+
+
+@pytest.mark.parametrize("op", [aten.mm, aten.mm.default, aten.sin, aten.add.Tensor, aten.where])
+def test_a_rule_for_what_has_one_is_refused(op: Any) -> None:
+    with pytest.raises(ConfigError, match=f"a rule for {op}, which remat has a rule of its own for"):
+        batch_rules.register(op, lambda *_: [])
+
+
+def test_a_rule_for_an_op_of_pytorchs_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_rules, "_REGISTERED", {})
+    made = call(aten.histc.default, R(4, 3))
+    assert not alignments_of(*node_of(made))
+    batch_rules.register(aten.histc, lambda x, *_: [((0,), ("partial",))])
+    assert {alignment.results for alignment, _ in alignments_of(*node_of(made))} == {(PARTIAL,)}
+    batch_rules.register(aten.histc, lambda x, *_: [])  # a later one takes its place
+    assert not alignments_of(*node_of(made))
 
 
 def test_equal_sizes_do_not_confuse_axes() -> None:

@@ -259,6 +259,21 @@ def test_what_came_of_running_a_step_both_ways(tmp_path: Path) -> None:
     assert json.loads(remat_run(tmp_path, RECORD, "--format", "json")[1])[0]["verification"] is None
 
 
+def test_a_verification_that_failed_is_shown_with_the_plans(tmp_path: Path) -> None:
+    sentence = (
+        "g00-1a2b3c4d: the split step is not the same as the unsplit one. output 0: they differ by 1, of 2 at most."
+    )
+    text = (
+        f"{RECORD}from remat_compiler.plan_log import record_verification\nrecord_verification({sentence!r})\n"
+        "raise ValueError('wrong')\n"
+    )
+    code, stdout, stderr = remat_run(tmp_path, text)
+
+    assert (code, stdout) == (1, "")
+    assert sentence in " ".join(stderr.split())
+    assert json.loads(remat_run(tmp_path, text, "--format", "json")[1])[0]["verification"] == sentence
+
+
 def test_the_plan_table_names_the_folder_to_look_into(tmp_path: Path) -> None:
     stdout = remat_run(tmp_path, RECORD, "--dump-dir", "plans")[1]
 
@@ -272,13 +287,37 @@ def test_a_failing_script_still_shows_its_plans_on_stderr(tmp_path: Path) -> Non
     assert "\nValueError: late\n\nremat planned 1 graph for h200\n" in stderr
 
 
-def test_json_comes_last_on_stdout(tmp_path: Path) -> None:
-    code, stdout, _ = remat_run(tmp_path, f"{RECORD}print('loss 0.1')\n", "--format", "json")
-    first, _, rest = stdout.partition("\n")
+NOISY = """
+import atexit, os, sys
+print('loss 0.1')
+print('warned', file=sys.stderr)
+os.write(1, b'from C\\n')
+os.system('echo from a child')
+atexit.register(print, 'at the end')
+"""
 
-    assert (code, first) == (0, "loss 0.1")
-    (record,) = json.loads(rest)
+
+def test_json_has_stdout_for_itself(tmp_path: Path) -> None:
+    code, stdout, stderr = remat_run(tmp_path, f"{RECORD}{NOISY}", "--format", "json")
+
+    assert code == 0
+    (record,) = json.loads(stdout)
     assert RematPlan.from_json(json.dumps(record), "here") == gpt_plan()
+    assert stderr == "loss 0.1\nwarned\nfrom C\nfrom a child\nat the end\n"
+
+
+@pytest.mark.parametrize("end", ["sys.stdout.close()", "os.close(1)", "raise ValueError('late')"])
+def test_json_whatever_the_script_does_to_stdout(tmp_path: Path, end: str) -> None:
+    stdout = remat_run(tmp_path, f"import os, sys\n{RECORD}{end}\n", "--format", "json")[1]
+
+    assert len(json.loads(stdout)) == 1
+
+
+def test_json_without_a_stderr(tmp_path: Path) -> None:
+    script(tmp_path, f"{RECORD}print('loss 0.1')\n")
+    stdout = ended(start(["sh", "-c", f"{' '.join(REMAT)} run --format json train.py 2>&-"], tmp_path))[1]
+
+    assert len(json.loads(stdout)) == 1
 
 
 def test_json_without_plans_is_an_empty_array(tmp_path: Path) -> None:

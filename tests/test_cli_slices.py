@@ -179,6 +179,16 @@ def test_sources_are_shown_without_the_folder_that_all_share(tmp_path: Path) -> 
     assert f"Sources are below {folder}" in " ".join(text.split())
 
 
+def test_slices_of_the_tail_only(tmp_path: Path) -> None:
+    split = replace(CONTRASTIVE, part="tail", batch=112, lengths=(56, 56))
+    text = dumped(write_plan(tmp_path, contrastive_plan(microbatches=split, num_microbatches=2)))
+
+    assert (
+        "  slices   112 rows of the tail in 2 slices of 56, one after another; the last product and the loss,\n"
+        "           and all before them whole\n"
+    ) in text
+
+
 def test_a_plain_training_step_has_nothing_coupled(tmp_path: Path) -> None:
     inside = (batch_value("a", "split", "loop 0"), batch_value("g", "partial sum", "loop 0"))
     split = replace(CONTRASTIVE, num_loops=1, lengths=(7, 7), values=inside)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.harness import System, gradient_error, reference_gradients
+from benchmarks.harness import System, gradient_error, processor_s, reference_gradients
 from benchmarks.microbatch import exact, systems, table
-from benchmarks.microbatch.__main__ import processor_s
 from benchmarks.microbatch.compile_time import of_samples
 from benchmarks.microbatch.exact import CASES, Case, exactness
 from benchmarks.microbatch.picture import draw_slices

@@ -24,8 +24,8 @@ INDUCTOR_NAMES = ("max_autotune", "triton.cudagraphs", "memory_pool", "fallback_
 BUDGETS = 'Accepted: bytes (int), "8GiB", "512MiB", "8GB" (10^9), "60%", "auto".'
 NUMS = 'Accepted: an int >= 1, or "auto".'
 NAMES = (
-    "memory_budget, num_microbatches, batch_norm, batch_axes, accumulate_dtype, verify, cost_model, device_spec,"
-    " dump_dir, lowering, fallback"
+    "memory_budget, reserve, num_microbatches, batch_norm, batch_axes, accumulate_dtype, verify, cost_model,"
+    " device_spec, dump_dir, lowering, fallback"
 )
 AXES = 'Accepted: the axis of each input that carries the batch: {"x": 0, "y": 0}, or "x=0, y=0".'
 DTYPES = 'Accepted: "float32" (sums over micro-batches of what is narrower), "float64" (of all), "same" (as they are).'
@@ -46,6 +46,7 @@ def test_nothing_set_gives_the_defaults() -> None:
     assert parse() == parse({}) == Options()
     assert Options() == Options(
         memory_budget=None,
+        reserve_bytes=0,
         num_microbatches=1,
         num_microbatches_auto=False,
         batch_norm="refuse",
@@ -310,7 +311,7 @@ def test_unknown_options(name: str, hint: str) -> None:
 def test_unknown_environment_variables() -> None:
     assert refusal(REMAT_MEMORY_BUGDET="8GiB") == (
         "Unknown environment variable REMAT_MEMORY_BUGDET (value '8GiB'). Did you mean 'REMAT_MEMORY_BUDGET'?"
-        " remat reads REMAT_MEMORY_BUDGET, REMAT_NUM_MICROBATCHES, REMAT_BATCH_NORM, REMAT_BATCH_AXES,"
+        " remat reads REMAT_MEMORY_BUDGET, REMAT_RESERVE, REMAT_NUM_MICROBATCHES, REMAT_BATCH_NORM, REMAT_BATCH_AXES,"
         " REMAT_ACCUMULATE_DTYPE, REMAT_VERIFY, REMAT_COST_MODEL, REMAT_DEVICE_SPEC, REMAT_DUMP_DIR, REMAT_LOWERING,"
         " REMAT_FALLBACK."
     )
@@ -383,6 +384,7 @@ def test_options_must_be_a_dict() -> None:
 def test_identity_changes_with_each_option(tmp_path: Path) -> None:
     changes: dict[str, object] = {
         "memory_budget": Budget("bytes", 5, "5"),
+        "reserve_bytes": 5,
         "num_microbatches": 2,
         "num_microbatches_auto": True,
         "batch_norm": "per_microbatch",
@@ -465,9 +467,17 @@ def test_dump_dir_on_a_file_system_that_refuses_files() -> None:
     assert refusal({"dump_dir": "/proc"}).startswith("Option dump_dir is '/proc': no file can be written there (")
 
 
-def resolve(value: object, device_kind: str = "cuda", peak: int = 1000, free: int | None = 700) -> int | None:
-    budget = None if value is None else parse_budget(value, "Option memory_budget")
-    return resolve_budget(budget, device_kind=device_kind, inductor_peak_bytes=peak, free_bytes=free, baseline_bytes=40)
+def resolve(
+    value: object, device_kind: str = "cuda", peak: int = 1000, free: int | None = 700, reserve: int = 0
+) -> int | None:
+    return resolve_budget(
+        None if value is None else parse_budget(value, "Option memory_budget"),
+        device_kind=device_kind,
+        inductor_peak_bytes=peak,
+        free_bytes=free,
+        baseline_bytes=40,
+        reserve_bytes=reserve,
+    )
 
 
 def test_resolve_budget() -> None:
@@ -478,6 +488,61 @@ def test_resolve_budget() -> None:
     assert resolve("12.5%", peak=10**12 + 8) == 125 * 10**9 + 1
     assert resolve("0.7%", peak=10**17) == 7 * 10**14  # in floats 700000000000000.1
     assert resolve("auto") == 740
+
+
+@pytest.mark.parametrize(("budget", "whole"), [("5000", 5000), ("60%", 600), ("auto", 740)])
+def test_a_reserve_is_taken_off_every_budget(budget: str, whole: int) -> None:
+    assert resolve(budget, reserve=0) == whole
+    assert resolve(budget, reserve=100) == whole - 100
+    assert resolve(budget, reserve=whole - 1) == 1
+    for reserve in (whole, whole + 1):
+        with pytest.raises(ConfigError) as caught:
+            resolve(budget, reserve=reserve)
+        assert str(caught.value).startswith("Option reserve is ")
+        assert f"memory_budget ({budget!r}) comes to" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [("2GiB", 2 * 2**30), (" 512 MiB ", 512 * 2**20), ("1000", 1000), (1000, 1000), (np.int64(5), 5), (0, 0), ("0", 0)],
+)
+def test_reserves(value: object, num_bytes: int) -> None:
+    assert parse({"memory_budget": "8GiB", "reserve": value}).reserve_bytes == num_bytes
+    assert parse(REMAT_MEMORY_BUDGET="8GiB", REMAT_RESERVE=str(value)).reserve_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("10%", "a reserve is a number of bytes"),
+        ("auto", "a reserve is a number of bytes"),
+        ("lots", "it is not a size"),
+        ("9" * 5000, "it is not a size"),
+        ("1.5", "bytes come in whole numbers"),
+        (-1, "it is negative"),
+        ("-1GiB", "it is negative"),
+        (True, "a reserve is not a bool"),
+        (1e9, "a reserve is not a float"),
+    ],
+)
+def test_malformed_reserves(value: object, why: str) -> None:
+    text = refusal({"memory_budget": "8GiB", "reserve": value})
+    assert text.startswith(f"Option reserve is {value!r}: {why}")
+    assert 'Accepted: bytes (int), "2GiB"' in text
+
+
+def test_a_reserve_of_no_budget_is_refused() -> None:
+    assert refusal(REMAT_RESERVE="2GiB") == (
+        "Option reserve (from REMAT_RESERVE) is '2GiB' and there is no memory_budget that it could be kept free of."
+        " Set memory_budget too, as 'auto', '8GiB' or '60%', or leave reserve out."
+    )
+    assert parse({"reserve": 0}).reserve_bytes == 0
+
+
+def test_an_input_that_is_named_twice() -> None:
+    assert refusal(REMAT_BATCH_AXES="x=0, y=0, x=1") == (
+        f"Option batch_axes (from REMAT_BATCH_AXES) is 'x=0, y=0, x=1': it names 'x' twice. {AXES}"
+    )
 
 
 def test_auto_needs_a_device_that_knows_its_free_memory() -> None:
@@ -495,4 +560,5 @@ def test_the_option_table_is_complete() -> None:
     names = [option.name for option in OPTIONS]
     assert names == NAMES.split(", ")
     assert [option.environment for option in OPTIONS] == [f"REMAT_{name.upper()}" for name in names]
-    assert set(names) == {field.name for field in dataclasses.fields(Options)} - {"num_microbatches_auto", "inductor"}
+    fields = {field.name.removesuffix("_bytes") for field in dataclasses.fields(Options)}
+    assert set(names) == fields - {"num_microbatches_auto", "inductor"}

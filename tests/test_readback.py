@@ -266,6 +266,196 @@ def test_other_arguments_than_the_graphs() -> None:
     assert read_allocations(source, Signature(("held",), ("out",), {}), {"held": HELD}, "cpu") is None
 
 
+# What Inductor writes for a GPU.
+
+BF16 = torch.bfloat16
+KIB = 1024
+
+
+def read_cuda(body: str, outputs: tuple[str | None, ...] = ("out",), **more: Any) -> Allocations:
+    return understood(read(body, outputs, device="cuda", **more))
+
+
+def test_inputs_that_are_checked_for_alignment() -> None:
+    """torch 2.13 checks each input of a GPU graph before the first kernel that reads it."""
+    found = read_cuda(
+        """
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            buf0 = empty_strided_cuda((256, ), (1, ), torch.float32)
+            own = copy_if_misaligned(own)
+            stream0 = get_raw_stream(0)
+            triton_poi_fused_add_0.run(own, buf0, 256, stream=stream0)
+            del own
+            buf1 = empty_strided_cuda((256, ), (1, ), torch.float32)
+            triton_poi_fused_add_1.run(buf0, buf1, 256, stream=stream0)
+            del buf0
+        return (buf1, )
+    """,
+        own=Storage(1, KIB, F32),
+    )
+
+    assert [size for _, size in found.timeline] == [KIB, KIB]
+    assert found.final_bytes == 0
+
+
+def test_a_workspace_that_is_cleared() -> None:
+    found = read_cuda("""
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            workspace_0 = empty_strided_cuda((4096, ), (1, ), torch.uint8)
+            workspace_0.zero_()
+            buf0 = empty_strided_cuda((8, ), (1, ), torch.float32)
+            stream0 = get_raw_stream(0)
+            triton_red_fused_sum_0.run(held, buf0, workspace_0, 8, 4096, stream=stream0)
+            del workspace_0
+            triton_poi_fused_1.run(buf0, 8, stream=stream0)
+        return (buf0, )
+    """)
+
+    assert [size for _, size in found.timeline] == [4096, 4096 + 512, 512]
+
+
+def test_a_buffer_that_is_padded_in_place() -> None:
+    found = read_cuda("""
+        buf0 = empty_strided_cuda((128, 40), (40, 1), torch.bfloat16).as_strided((128, 33), (40, 1))
+        triton_poi_fused_0.run(held, buf0, 4224, stream=stream0)
+        buf1 = reinterpret_tensor(buf0, (128, 40), (40, 1), 0); del buf0  # reuse
+        buf2 = empty_strided_cuda((128, 8), (8, 1), torch.bfloat16)
+        extern_kernels.mm(buf1, reinterpret_tensor(held, (40, 8), (8, 1), 0), out=buf2)
+        del buf1
+        return (buf2, )
+    """)
+
+    assert [size for _, size in found.timeline] == [128 * 40 * 2, 128 * 48 * 2]
+    assert found.final_bytes == 128 * 8 * 2
+
+
+def test_buffers_of_a_pool_are_the_pool() -> None:
+    """As Inductor's option ``memory_planning`` writes them."""
+    found = read_cuda("""
+        pool0 = empty_strided_cuda((8192, ), (1, ), torch.uint8)
+        buf0 = alloc_from_pool(pool0, 0, torch.float32, (1024, ), (1, ))
+        triton_poi_fused_0.run(held, buf0, 1024, stream=stream0)
+        buf1 = alloc_from_pool(pool0, 4096, torch.float32, (1024, ), (1, ))
+        del pool0
+        triton_poi_fused_1.run(buf0, buf1, 1024, stream=stream0)
+        del buf0
+        triton_poi_fused_2.run(buf1, 1024, stream=stream0)
+        return (buf1, )
+    """)
+
+    assert [size for _, size in found.timeline] == [8192, 8192, 8192]
+
+
+def test_copies_from_and_to_another_device() -> None:
+    found = read_cuda("""
+        buf0 = empty_strided_cpu_pinned((64, ), (1, ), torch.int64)
+        cpp_fused_arange_0(buf0)
+        buf1 = empty_strided_cuda((64, ), (1, ), torch.int64)
+        buf1.copy_(buf0, True)
+        del buf0
+        triton_poi_fused_1.run(buf1, 64, stream=stream0)
+        return (buf1, )
+    """)
+
+    assert found.timeline[1:] == (("buf1.copy_", 512), ("triton_poi_fused_1.run", 512))
+
+
+def test_symbolic_sizes_of_a_launch() -> None:
+    found = read_cuda(
+        """
+        s77 = size
+        ps0 = 4*s77
+        buf0 = empty_strided_cuda((s77, 128), (128, 1), torch.float32)
+        triton_poi_fused_0_xnumel = 128*s77
+        stream0 = get_raw_stream(0)
+        triton_poi_fused_0.run(held, buf0, ps0, triton_poi_fused_0_xnumel, stream=stream0)
+        return (buf0, )
+    """,
+        held=HELD,
+        size=3,
+    )
+
+    assert found.final_bytes == 3 * 512
+
+
+@pytest.mark.parametrize("name", ["mystery", "held.resize_", "nobody.zero_"])
+def test_what_else_is_done_to_a_buffer_is_not_guessed(name: str) -> None:
+    body = f"x = {name}(held)\nreturn (held, )" if name == "mystery" else f"{name}(held)\nreturn (held, )"
+
+    assert read(body, device="cuda") is None
+
+
+B, H, T, D = 2, 4, 200, 48
+HEADS, PLAIN = (T * H * D, D, H * D, 1), (H * T * D, T * D, D, 1)  # heads of a token together, or tokens of a head
+FLASH = "torch.ops.aten._scaled_dot_product_flash_attention"
+SEED = Result((2,), torch.uint64, "cuda")
+FLASH_RESULTS = {
+    f"{FLASH}.default": (
+        (Result((B, H, T, D), BF16, "cuda"), Result((B, H, T), F32, "cuda"), None, None, None, None, SEED, SEED, None),
+    ),
+    f"{FLASH}_backward.default": ((Result((B, H, T, D), BF16, "cuda"),) * 3,),
+}
+
+
+def flash(strides: tuple[int, ...], shared: int = 1) -> str:
+    """Attention forward and backward; ``shared`` is how many heads share keys."""
+    keys = f"reinterpret_tensor(held, {(B, H // shared, T, D)}, {(T * H // shared * D, D, H // shared * D, 1)}, 0)"
+    query = f"reinterpret_tensor(held, {(B, H, T, D)}, {HEADS}, 0)"
+    gradients = "\n".join(
+        f"buf{20 + i} = buf19[{i}]\nassert_size_stride(buf{20 + i}, {(B, own, T, D)}, {(T * own * D, D, own * D, 1)},"
+        f" '{FLASH}_backward.default')\nassert_alignment(buf{20 + i}, 16, '{FLASH}_backward.default')"
+        for i, own in enumerate((H, H // shared, H // shared))
+    )
+    forward = f"""
+buf5 = {FLASH}.default({query}, {keys}, {keys}, 0.0, True, scale=0.125)
+buf6 = buf5[0]
+assert_size_stride(buf6, {(B, H, T, D)}, {HEADS}, '{FLASH}.default')
+assert_alignment(buf6, 16, '{FLASH}.default')
+buf7 = buf5[1]
+assert_size_stride(buf7, {(B, H, T)}, {(H * T, T, 1)}, '{FLASH}.default')
+buf8 = buf5[6]
+assert_size_stride(buf8, (2, ), (1, ), '{FLASH}.default')
+buf9 = buf5[7]
+assert_size_stride(buf9, (2, ), (1, ), '{FLASH}.default')
+del buf5
+buf18 = empty_strided_cuda({(B, H, T, D)}, {strides}, torch.bfloat16)
+triton_poi_fused_0.run(held, buf18, 1, stream=stream0)
+buf19 = {FLASH}_backward.default(
+    buf18, {query}, {keys}, {keys}, buf6, buf7, None, None, {T}, {T}, 0.0, True, buf8, buf9, scale=0.125)
+del buf6, buf7, buf8, buf9, buf18
+{gradients}
+del buf19
+return (buf20, buf21, buf22, )
+"""
+    return forward
+
+
+def test_flash_attention_and_what_its_backward_allocates_for_itself() -> None:
+    sums, accumulated = B * H * 256 * 4, B * H * 256 * 64 * 4  # rows in blocks of 128, a head in blocks of 32
+    ones, lse = B * H * T * D * 2, -(-B * H * T * 4 // 512) * 512
+    held = Storage(0, 3 * ones, BF16, is_held=True)
+    together, apart = (
+        read_cuda(flash(strides), ("q", "k", "v"), results=FLASH_RESULTS, held=held).timeline[-1][1]
+        for strides in (HEADS, PLAIN)
+    )
+
+    assert together == (ones + lse + 2 * 512) + ones + 3 * ones + sums + accumulated
+    assert apart == together + ones  # the incoming gradient is copied
+
+
+def test_flash_attention_whose_heads_share_keys() -> None:
+    ones = B * H * T * D * 2
+    half = Result((B, H // 2, T, D), BF16, "cuda")
+    backward = {f"{FLASH}_backward.default": ((Result((B, H, T, D), BF16, "cuda"), half, half),)}
+    held = Storage(0, 3 * ones, BF16, is_held=True)
+    own = read_cuda(flash(HEADS), ("q", "k", "v"), results=FLASH_RESULTS, held=held)
+    shared = read_cuda(flash(HEADS, 2), ("q", "k", "v"), results={**FLASH_RESULTS, **backward}, held=held)
+
+    assert shared.timeline[-1][1] == own.timeline[-1][1] - ones + 2 * ones  # the results, and a gradient a head
+
+
 # A step: forward, then backward with what forward has saved.
 
 FORWARD = """
@@ -384,6 +574,18 @@ def test_a_scalar_tangent_is_held_by_autograd() -> None:
     assert reader.peak_bytes(16) == 16 + 4
     assert reader.backward is not None
     assert reader.backward.final_bytes == 0
+
+
+def test_on_a_gpu_a_tangent_takes_a_whole_block_and_what_lies_elsewhere_none() -> None:
+    meta = torch.zeros((), device="meta")  # stands for a GPU, whose tensors cannot be made without one
+    reader = StepReader("meta", num_forward_outputs=1)
+    source = "def call(args):\n    primals_1, = args\n    return (primals_1, )\n"
+    reader.read(source, Signature(("primals_1",), ("primals_1",), {}), [torch.zeros(4)], is_backward=False)
+    drops = "def call(args):\n    tangents_1, = args\n    return (None, )\n"
+    reader.read(drops, Signature(("tangents_1",), (None,), {}), [meta], is_backward=True)
+
+    assert reader.peak_bytes(0) == 512
+    assert reader.primals["primals_1"] == replace(HELD, bytes=0)
 
 
 # Plans that turn out too large are made again.

@@ -6,17 +6,16 @@ The GPT of the first benchmark by default; ``--exact`` holds small networks of e
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import click
 
 from benchmarks.first import SHAPE
-from benchmarks.harness import seconds
+from benchmarks.harness import CLOCKS
 from benchmarks.microbatch.compile_time import compile_times
 from benchmarks.microbatch.exact import CASES, measure_all
 from benchmarks.microbatch.picture import draw_slices
-from benchmarks.microbatch.systems import NUM_ROUNDS, NUM_SLICES, Clock, contenders, measure_gpt
+from benchmarks.microbatch.systems import NUM_ROUNDS, NUM_SLICES, contenders, measure_gpt
 from benchmarks.microbatch.table import compile_report, exact_report, report
 from benchmarks.report import BUILD, RESULTS, ROOT, Report, console_for_output, machine_notes, publish
 
@@ -24,21 +23,15 @@ TITLE = (
     f"Micro-batches: GPT on CPU, {SHAPE.num_layers} layers, width {SHAPE.width}, vocabulary {SHAPE.vocabulary},"
     f" batch {SHAPE.batch} x {SHAPE.tokens}, float32"
 )
-CLOCKS: dict[str, tuple[str, str]] = {
+CLOCK_NOTES = {
     "wall": ("wall time", "of this machine's clock"),
     "cpu": ("processor time", "which other programs on the machine disturb less; it counts every thread"),
 }
 
 
-def processor_s(step: Callable[[], object]) -> float:
-    """The processor seconds of one call: of all threads of this process, and of programs that it started and ended."""
-    start, _ = sum(os.times()[:4]), step()
-    return sum(os.times()[:4]) - start
-
-
 def notes(num_rounds: int, clock: str) -> tuple[str, ...]:
     """How the figures of the main table are to be read."""
-    what, why = CLOCKS[clock]
+    what, why = CLOCK_NOTES[clock]
     return (
         "Totals: parameters, buffers and inputs, and the measured peak of one forward and backward above them.",
         "Python loop: a compiled loss for each slice, all of one size, by its share of the samples, and backward.",
@@ -53,8 +46,7 @@ def notes(num_rounds: int, clock: str) -> tuple[str, ...]:
 
 def main_table(slices: Sequence[int], num_rounds: int, clock: str, *, with_rivals: bool, keep: bool) -> Report:
     """The GPT in each number of slices, with the picture beside the table."""
-    timer: Clock = processor_s if clock == "cpu" else seconds
-    points = measure_gpt(SHAPE, contenders(slices, with_rivals=with_rivals), num_rounds, timer)
+    points = measure_gpt(SHAPE, contenders(slices, with_rivals=with_rivals), num_rounds, CLOCKS[clock])
     for folder in (BUILD, RESULTS) if keep else (BUILD,):
         draw_slices(points, folder / "microbatch.svg")
     return report(TITLE, points, notes(num_rounds, clock))
@@ -87,9 +79,8 @@ def main(
         publish(exact_report(measure_all(chosen), machine_notes()), "microbatch-exact", console, record=record)
         return
     if with_compile:
-        timer: Clock = processor_s if clock == "cpu" else seconds
         title = f"{TITLE}: compile time"
-        found = compile_times(SHAPE, clock=timer)
+        found = compile_times(SHAPE, clock=CLOCKS[clock])
         publish(compile_report(title, found, machine_notes()), "microbatch-compile", console, record=record)
         return
     rounds = num_rounds if with_times else 0

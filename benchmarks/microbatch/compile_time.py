@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch._inductor import config
 
-from benchmarks.harness import System, seconds, warm_inductor_up
-from benchmarks.microbatch.systems import SEED, Clock, Contender, start
+from benchmarks.harness import Clock, System, seconds, warm_inductor_up
+from benchmarks.microbatch.systems import SEED, Contender, start
 from benchmarks.microbatch.table import COMPILE, REMAT, CompileTime, Point
 from benchmarks.models import GPTShape, build_gpt, random_batch
 from benchmarks.peak.systems import MANY_VERSIONS

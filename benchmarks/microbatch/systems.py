@@ -6,29 +6,31 @@ All of them get the same weights and the same batch, and all are alive at once, 
 from __future__ import annotations
 
 import copy
-import statistics
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import click
 import torch
 from torch import nn
 from torch._inductor import metrics
-from torch._inductor.utils import fresh_cache
 
-import remat_compiler
 from benchmarks.harness import (
     Batch,
+    Clock,
     System,
     Trial,
+    by_slices,
     clear_gradients,
     compiled,
+    interleaved_s,
     measured_total_bytes,
+    median_ratio,
+    pieces,
     reference_gradients,
-    refusals,
     seconds,
     warm_inductor_up,
+    warmed_up,
 )
 from benchmarks.microbatch.table import CHUNKER, COMPILE, EAGER, LOOP, REMAT, Point, find
 from benchmarks.models import GPTShape, build_gpt, random_batch
@@ -39,8 +41,6 @@ from remat_passes.errors import RematError
 SEED = 0
 NUM_SLICES = (1, 2, 4, 8, 16)
 NUM_ROUNDS = 15  # of interleaved steps, as in benchmarks/first.py
-
-Clock = Callable[[Callable[[], object]], float]  # calls a step, and says how many seconds it took
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +77,8 @@ def chunkers() -> tuple[Contender, ...]:
     )
 
 
-def pieces(batch: Batch, num_slices: int) -> list[Batch]:
-    """The batch in slices of one size, along the first axis.
-
-    Raises:
-        ValueError: the samples do not divide by the slices.
-    """
-    samples = len(batch[0])
-    if samples % num_slices:
-        raise ValueError(f"{samples} samples do not make {num_slices} slices of one size.")
-    return list(zip(*(tensor.split(samples // num_slices) for tensor in batch), strict=True))
-
-
 def start(contender: Contender, model: nn.Module, batch: Batch, *, clock: Clock = seconds) -> Trial:
     """Compile and warm up on a copy of ``model``, with an empty cache.
-
-    The Python loop calls a compiled loss for each slice and takes it by the slice's share of the samples, which is the
-    sum of the losses by the whole count where each sample counts alike, as in the GPT here.
 
     Raises:
         RematError: remat refused the step.
@@ -103,24 +88,9 @@ def start(contender: Contender, model: nn.Module, batch: Batch, *, clock: Clock 
 
     def step() -> torch.Tensor:
         clear_gradients(model)
-        losses = [_backward(forward(model, *part), len(parts)) for part in parts]
-        return torch.stack(losses).sum() if contender.is_loop else losses[0]
+        return by_slices(forward, model, parts)
 
-    num_plans = len(remat_compiler.plans())
-    with fresh_cache(), refusals():
-        first_s = clock(step)
-    warm_s = min(clock(step) for _ in range(2))
-    plans = remat_compiler.plans()[num_plans:]
-    planning_s = sum(remat_compiler.planning_seconds()[num_plans:]) if plans else None
-    plan = plans[0] if len(plans) == 1 else None
-    return Trial(contender.system, model, batch, step, max(first_s - warm_s, 0.0), planning_s, plan)
-
-
-def _backward(loss: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """Backward of one slice's mean loss, by its share."""
-    own = loss if num_parts == 1 else loss / num_parts
-    own.backward()
-    return own.detach()
+    return warmed_up(contender.system, model, batch, step, clock=clock)
 
 
 def measured(contender: Contender, trial: Trial, truth: dict[str, torch.Tensor]) -> Point:
@@ -158,21 +128,6 @@ def try_all(
 
 
 # -- step times
-
-
-def interleaved_s(steps: Sequence[Callable[[], object]], num_rounds: int, clock: Clock = seconds) -> list[list[float]]:
-    """The seconds of each step in each round. Each round starts with another one, so none always follows the same."""
-    times_s: list[list[float]] = [[] for _ in steps]
-    for round_number in range(num_rounds):
-        for turn in range(len(steps)):
-            index = (round_number + turn) % len(steps)
-            times_s[index].append(clock(steps[index]))
-    return times_s
-
-
-def median_ratio(own_s: Sequence[float], other_s: Sequence[float]) -> float:
-    """The median of the ratios within a round."""
-    return statistics.median(own / other for own, other in zip(own_s, other_s, strict=True))
 
 
 def with_times(points: Sequence[Point], times_s: Sequence[Sequence[float]]) -> Iterator[Point]:

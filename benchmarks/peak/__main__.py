@@ -13,13 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from benchmarks.peak.models import MODELS, Model
 from benchmarks.peak.picture import draw_peaks
 from benchmarks.peak.systems import NUM_BUDGETS, NUM_ROUNDS
 from benchmarks.peak.table import Record, model_report, read_records, summary, write_records
-from benchmarks.report import BUILD, RESULTS, ROOT, Report, console_for_output, machine_notes
+from benchmarks.report import BUILD, RESULTS, ROOT, Report, console_for_output, machine_notes, show
 
 
 def measured(model: Model, arguments: Sequence[str]) -> Record:
@@ -46,13 +45,6 @@ def write_results(records: Sequence[Record], folder: Path) -> tuple[Record, ...]
     (folder / "peak.md").write_text(text, encoding="utf-8")
     draw_peaks(ordered, folder / "peak.svg")
     return ordered
-
-
-def show(report: Report, console: Console) -> None:
-    """A table and its notes on the terminal."""
-    console.print(report.to_table())
-    for note in report.notes:
-        console.print(note, highlight=False)
 
 
 @click.command(help=__doc__)

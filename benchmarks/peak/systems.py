@@ -15,21 +15,26 @@ from pathlib import Path
 import click
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 import remat_compiler
 from benchmarks.harness import (
     Batch,
+    Clock,
     System,
     Trial,
+    by_slices,
     clear_gradients,
     compiled,
+    empty_cache,
     gradient_error,
     interleaved_times,
     measured_total_bytes,
+    named_gradients,
+    pieces,
     reference_gradients,
-    refusals,
     seconds,
+    warmed_up,
 )
 from benchmarks.peak.models import MODELS, Model, checkpoint_blocks, checkpointed_attention
 from benchmarks.peak.table import COMPILE, EAGER, REMAT, Point, Record, read_off_bytes, write_records
@@ -58,6 +63,7 @@ class Contender:
     prepare: Callable[[nn.Module], None] = lambda model: None
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     budget_bytes: int | None = None
+    num_slices: int = 1  # of a loop in Python
 
 
 def own_knob(ratio: float) -> Contender:
@@ -109,31 +115,25 @@ def with_read_off(budgets_bytes: Sequence[int], more_bytes: Iterable[int]) -> li
     return sorted({*budgets_bytes, *inside}, reverse=True)
 
 
-def start(contender: Contender, model: nn.Module, batch: Batch) -> Trial:
-    """Compile and warm up. Inductor's cache stays, because compile time is not measured here.
+def start(
+    contender: Contender, model: nn.Module, batch: Batch, *, clock: Clock = seconds, with_cache: bool = True
+) -> Trial:
+    """Compile and warm up ``model`` itself; with Inductor's cache, so compile times need ``with_cache=False``.
 
     Raises:
         RematError: remat refused the step.
+        ValueError: a loop's slices are not of one size.
     """
     contender.prepare(model)
-    forward = compiled(contender.system)
+    forward, parts = compiled(contender.system), pieces(batch, contender.num_slices)
 
     def step() -> torch.Tensor:
         clear_gradients(model)
         with contender.around():
-            loss = forward(model, *batch)
-            with record_function(_BACKWARD):
-                loss.backward()
-        return loss.detach()
+            return by_slices(forward, model, parts, _BACKWARD)
 
-    num_plans = len(remat_compiler.plans())
-    with refusals():
-        first_s = seconds(step)
-    warm_s = seconds(step)
-    plans = remat_compiler.plans()[num_plans:]
-    planning_s = sum(remat_compiler.planning_seconds()[num_plans:]) if plans else None
-    plan = plans[0] if len(plans) == 1 else None  # the peak of a step of several graphs is not that of one of them
-    return Trial(contender.system, model, batch, step, max(first_s - warm_s, 0.0), planning_s, plan)
+    cache = nullcontext if with_cache else empty_cache
+    return warmed_up(contender.system, model, batch, step, clock=clock, cache=cache)
 
 
 def num_products_in_backward(trial: Trial) -> int:
@@ -141,9 +141,9 @@ def num_products_in_backward(trial: Trial) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         trial.step()
     events = profiler.events() or []
-    (marker,) = [event for event in events if event.name == _BACKWARD]
-    span = marker.time_range
-    return sum(e.name in PRODUCTS and span.start <= e.time_range.start <= span.end for e in events)
+    spans = [event.time_range for event in events if event.name == _BACKWARD]
+    starts = [event.time_range.start for event in events if event.name in PRODUCTS]
+    return sum(any(span.start <= start <= span.end for span in spans) for start in starts)
 
 
 def worst_error(trial: Trial, truth: Mapping[str, torch.Tensor]) -> float:
@@ -154,7 +154,7 @@ def worst_error(trial: Trial, truth: Mapping[str, torch.Tensor]) -> float:
     largest: float = max(gradient.norm().item() for gradient in truth.values())
     zeros = {name for name, g in truth.items() if g.norm().item() <= torch.finfo(torch.float64).eps * largest}
     error = gradient_error(trial, {name: g for name, g in truth.items() if name not in zeros})
-    found = {name: parameter.grad for name, parameter in trial.model.named_parameters() if name in zeros}
+    found = {name: gradient for name, gradient in named_gradients(trial.model).items() if name in zeros}
     if any(gradient is None for gradient in found.values()):
         return float("inf")
     distances: list[float] = [(g.double() - truth[name]).norm().item() for name, g in found.items() if g is not None]
@@ -165,7 +165,6 @@ def measure(contender: Contender, trial: Trial, num_graphs: int, truth: Mapping[
     """Everything about one point but its step time."""
     plan = trial.plan
     is_ours = contender.family == REMAT
-    has_names = contender.family in (EAGER, COMPILE, REMAT)  # a checkpoint of blocks calls parameters otherwise
     return Point(
         contender.family,
         contender.system.name,
@@ -176,7 +175,7 @@ def measure(contender: Contender, trial: Trial, num_graphs: int, truth: Mapping[
         step_us=plan.step_us if plan else None,
         lower_bound_us=plan.lower_bound_us if plan else None,
         num_products=num_products_in_backward(trial),
-        gradient_error=worst_error(trial, truth) if has_names and truth is not None else None,
+        gradient_error=worst_error(trial, truth) if truth is not None else None,
         planning_s=trial.planning_s,
         num_graphs=num_graphs if is_ours else None,
     )
@@ -221,10 +220,10 @@ class Bench:
             if self.keep_trials:
                 self.trials.append(trial)
         except RematError as error:
-            point = _failed(contender, f"refused: {error}")
+            point = failed(contender, f"refused: {error}")
         except Exception as error:  # one system's crash is its own row, not the end of the table
             traceback.print_exc()
-            point = _failed(contender, f"failed: {_first_line(error)}")
+            point = failed(contender, f"failed: {first_line(error)}")
         click.echo(line(point))
         self.update(points=(*self.record.points, point))
         return point
@@ -234,11 +233,13 @@ class Bench:
         write_records(self.path, [self.record])
 
 
-def _failed(contender: Contender, failure: str) -> Point:
+def failed(contender: Contender, failure: str) -> Point:
+    """The point of a system that was refused or that failed."""
     return Point(contender.family, contender.system.name, contender.budget_bytes, failure=failure)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What kind of error it is, and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
 
 
@@ -286,7 +287,7 @@ def measure_model(model: Model, path: Path, num_budgets: int, *, with_rivals: bo
         smallest_bytes = smallest_feasible_bytes(model)
     except Exception as error:
         traceback.print_exc()
-        bench.update(failure=f"the smallest peak is not known: {_first_line(error)}")
+        bench.update(failure=f"the smallest peak is not known: {first_line(error)}")
         return bench.record
     click.echo(f"    the smallest peak that can be reached is {format_mib(smallest_bytes)} MiB")
     bench.update(smallest_bytes=smallest_bytes)

@@ -39,6 +39,9 @@ class Point:
     num_graphs: int | None = None
     measured_ms: float | None = None  # the fastest step
     step_ratio: float | None = None  # to torch.compile, within the same round
+    compile_s: float | None = None
+    num_slices: int | None = None  # of a loop, or the number of micro-batches that remat chose
+    slope_error: float | None = None  # of the loss along its gradient, where random numbers hide the true gradient
     failure: str = ""
 
     @property
@@ -68,6 +71,8 @@ class Record:
     points: tuple[Point, ...] = ()
     failure: str = ""  # why nothing, or not all, was measured
     notes: tuple[str, ...] = field(default=())  # the machine and the versions
+    is_splittable: bool | None = None  # whether remat can run the batch in slices
+    clock: str = ""  # by which step times were taken
 
     def family(self, name: str) -> tuple[Point, ...]:
         """The points of one family that were measured, in the order in which they were."""

@@ -81,6 +81,7 @@ class BatchAxes:
     results: Mapping[int, tuple[Result, ...]]  # of each op inside a loop: what comes out
     cheap: frozenset[int]  # values inside that may be whole at level 0 as well
     backward_level: int  # from this level on, things need the tangents
+    tail_of: int | None = None  # the value behind which all is split, where not the whole step is
 
     def whole_level(self, index: int) -> int:
         """The level at which all of a value is there."""
@@ -94,16 +95,19 @@ class BatchAxes:
         return 1 + max((state.level for state in self.states if state.is_inside), default=-1)
 
 
-def batch_axes(joint: JointGraph, seeds: Mapping[int, int], batch: int, *, tangents_are_known: bool) -> BatchAxes:
+def batch_axes(
+    joint: JointGraph, seeds: Mapping[int, int], batch: int, *, tangents_are_known: bool, tail_of: int | None = None
+) -> BatchAxes:
     """Work out the states, given the inputs that carry the batch.
 
     Args:
         joint: the graph, traced at the full batch.
-        seeds: the axis of each input that carries the batch, by index.
+        seeds: the axis of each value that carries the batch, by index: inputs, and with ``tail_of`` what forward makes.
         batch: the number of samples.
         tangents_are_known: whether backward's tangents are constants, so that loops need not wait for them.
+        tail_of: a seed that forward makes: what it is computed from stays whole, and so does backward from there on.
     """
-    return _Analysis(joint, seeds, batch, tangents_are_known).run()
+    return _Analysis(joint, seeds, batch, tangents_are_known, tail_of).run()
 
 
 @dataclass
@@ -112,6 +116,7 @@ class _Analysis:
     seeds: Mapping[int, int]
     batch: int
     tangents_are_known: bool
+    tail_of: int | None = None
     states: dict[int, State] = field(default_factory=dict)
     uses: dict[int, tuple[Use, ...]] = field(default_factory=dict)
     results: dict[int, tuple[Result, ...]] = field(default_factory=dict)
@@ -122,6 +127,7 @@ class _Analysis:
     def run(self) -> BatchAxes:
         self.position = {node: index for index, node in enumerate(self.joint.nodes)}
         self.largest = max((self.joint.values[i].numel for i in self.seeds), default=0)
+        self.before = set() if self.tail_of is None else before_tail(self.joint, self.tail_of) - set(self.seeds)
         order = {Side.FORWARD: 0, Side.EITHER: 1, Side.BACKWARD: 2}
         values = sorted(self.joint.values, key=lambda value: (order[value.side], value.index))
         for value in values:
@@ -136,6 +142,7 @@ class _Analysis:
             self.results,
             frozenset(self.cheap),
             self.backward_level,
+            self.tail_of,
         )
 
     def _level_of_forward(self) -> int:
@@ -150,6 +157,10 @@ class _Analysis:
         if value.kind is OpKind.INPUT:
             is_late = value.role is Role.TANGENT and not self.tangents_are_known
             return State(Dependence.WHOLE if is_late else Dependence.SAME, self.backward_level if is_late else 0)
+        if value.side is not Side.FORWARD and self.before.intersection(value.inputs):
+            self.before.add(index)
+        if index in self.before:
+            return self._outside(index)
         if node.target is operator.getitem:
             return self._part(index)
         operands = [self.position[operand] for operand in tensor_operands(node)]
@@ -497,7 +508,7 @@ def _num_loops(axes: BatchAxes) -> int:
     return max(axes.backward_level, late) if axes.backward_level else axes.num_loops
 
 
-def _batch_values(joint: JointGraph) -> frozenset[int]:
+def batch_values(joint: JointGraph) -> frozenset[int]:
     """All that depends on an input of the step other than its parameters."""
     found = set(batch_inputs(joint))
     for value in joint.values:
@@ -506,9 +517,22 @@ def _batch_values(joint: JointGraph) -> frozenset[int]:
     return frozenset(i for i in found if joint.values[i].kind is not OpKind.INPUT)
 
 
+def before_tail(joint: JointGraph, start: int) -> set[int]:
+    """What of the batch a value is computed from."""
+    found: set[int] = set()
+    of_batch = batch_values(joint)
+    stack = list(joint.values[start].inputs)
+    while stack:
+        index = stack.pop()
+        if index not in found and index in of_batch:
+            found.add(index)
+            stack.extend(joint.values[index].inputs)
+    return found
+
+
 def whole_share(joint: JointGraph, axes: BatchAxes) -> float:
     """The part of forward's elements that depend on the batch and are computed outside of the loops."""
-    sizes = {i: joint.values[i].numel for i in _batch_values(joint) if joint.values[i].side is Side.FORWARD}
+    sizes = {i: joint.values[i].numel for i in batch_values(joint) if joint.values[i].side is Side.FORWARD}
     outside = sum(size for i, size in sizes.items() if not axes.states[i].is_inside)
     return outside / max(1, sum(sizes.values()))
 

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from .errors import ConfigError
-from .ops import op_name
+from .ops import is_builtin, op_name
 
 Partial: TypeAlias = Literal["partial"]
 PARTIAL: Partial = "partial"  # the full value is the sum over the slices
@@ -193,10 +193,10 @@ def rules_of(node: fx.Node) -> tuple[Rule, ...]:
     if key in _REGISTERED:
         return tuple(_REGISTERED[key](*args, **kwargs))
     name = op_name(node)
-    if name in RULES:
+    if name in RULES and is_builtin(node):  # a custom op may be called as one of ATen's is
         told = {"into_zeros": is_zeros(node.args[0])} if name in ACCUMULATIONS else {}
         return tuple(RULES[name](*args, **kwargs, **told))
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in POINTWISE:
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or (name in POINTWISE and is_builtin(node)):
         return tuple(_pointwise(_val(node), tensor_operands(node)))
     return ()
 
@@ -218,13 +218,19 @@ def register(op: Any, rule: Callable[..., Iterable[tuple[Sequence[Any], Sequence
     """Say how a custom op carries the batch (``remat_compiler.register_batch_rule``).
 
     Raises:
-        ConfigError: ``op`` is no op, or ``rule`` cannot be called.
+        ConfigError: ``op`` is no op, or one that remat knows itself, or ``rule`` cannot be called.
     """
     op = getattr(op, "_opoverload", op)  # of torch.library.custom_op
     if not hasattr(op, "_schema") and not hasattr(op, "_qualified_op_name"):
         raise ConfigError(f"register_batch_rule was given {op!r}, which is no op. Name one as torch.ops.mylib.op.")
     if not callable(rule):
         raise ConfigError(f"register_batch_rule was given {rule!r} for {op}: a rule is a function called as the op is.")
+
+    if _has_own_rule(op):
+        raise ConfigError(
+            f"register_batch_rule was given a rule for {op}, which remat has a rule of its own for, checked against the"
+            " op. Rules are for custom ops, and for those of PyTorch's that remat does not know."
+        )
 
     def factors(*args: Any, **kwargs: Any) -> Iterator[Factor]:
         try:
@@ -237,6 +243,15 @@ def register(op: Any, rule: Callable[..., Iterable[tuple[Sequence[Any], Sequence
             yield _checked_factor(op, pair, _ranks(args, kwargs))
 
     _REGISTERED[_key(op)] = factors
+
+
+def _has_own_rule(op: Any) -> bool:
+    """Whether the op is PyTorch's and ``rules_of`` has a rule for it."""
+    namespace, _, name = _key(op).partition("::")
+    packet = getattr(op, "overloadpacket", op)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if hasattr(packet, "overloads") else [op]
+    is_pointwise = any(torch.Tag.pointwise in getattr(each, "tags", ()) for each in overloads)
+    return namespace in ("aten", "prims") and (name in RULES or name in POINTWISE or is_pointwise)
 
 
 _RULE_FORM = (
@@ -836,9 +851,9 @@ _VALUE_PLACES = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 
 def is_zeros(node: Any) -> bool:
     """Whether a value of the graph is zero in all elements, as far as the ops that made it show."""
-    while isinstance(node, fx.Node) and op_name(node) in _SAME_ZEROS:
+    while isinstance(node, fx.Node) and op_name(node) in _SAME_ZEROS and is_builtin(node):
         node = node.args[0]
-    if not isinstance(node, fx.Node) or node.op != "call_function":
+    if not isinstance(node, fx.Node) or node.op != "call_function" or not is_builtin(node):
         return False
     name = op_name(node)
     if name in _VALUE_PLACES and len(node.args) > _VALUE_PLACES[name]:

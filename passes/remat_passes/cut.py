@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, TypeAlias
 
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
@@ -96,14 +97,9 @@ def solve(problem: CutProblem, price: Price) -> Cut:
     return Network(problem).solve(price)
 
 
-class _Edge(NamedTuple):
-    """A capacity of ``time_weight * time_ps + byte_weight * bytes``, or more than all of those together."""
-
-    tail: int
-    head: int
-    time_ps: int
-    bytes: int
-    is_infinite: bool
+# Tail, head, time_ps, bytes, whether it is infinite: a capacity of ``time_weight * time_ps + byte_weight * bytes``, or
+# more than all of those together.
+_Edge: TypeAlias = tuple[int, int, int, int, bool]
 
 
 class Network:
@@ -125,7 +121,7 @@ class Network:
         self.always = frozenset(index for index, node in self.need.items() if node in self.settled)
         self.always_redo = frozenset(index for index, node in self.redo.items() if node in self.settled)
         open_edges, constant = _opened(edges, self.settled)
-        self.constant_ps, self.constant_bytes = (sum(edge.time_ps for edge in constant), sum(e.bytes for e in constant))
+        self.constant_ps, self.constant_bytes = (sum(edge[2] for edge in constant), sum(edge[3] for edge in constant))
         self.kinds: list[_Kind] = []  # of components
         self.parts = self._parts(open_edges)
 
@@ -154,8 +150,8 @@ class Network:
         root = _components_of(edges)
         edges_of: dict[int, list[_Edge]] = {}
         for edge in edges:
-            edges_of.setdefault(root[edge.head if edge.tail == SOURCE else edge.tail], []).append(edge)
-        fed = {root[edge.head] for edge in edges if edge.tail == SOURCE}  # nothing else can be on the source's side
+            edges_of.setdefault(root[edge[1] if edge[0] == SOURCE else edge[0]], []).append(edge)
+        fed = {root[edge[1]] for edge in edges if edge[0] == SOURCE}  # nothing else can be on the source's side
         needs: dict[int, list[tuple[int, int]]] = {place: [] for place in fed}
         redoes: dict[int, list[tuple[int, int]]] = {place: [] for place in fed}
         for found, nodes in ((needs, self.need), (redoes, self.redo)):
@@ -166,10 +162,10 @@ class Network:
         parts = []
         for place in sorted(fed):
             key = _relative(edges_of[place], needs[place], redoes[place])
-            if key not in numbers:
-                numbers[key] = len(numbers)
+            number = numbers.setdefault(key, len(numbers))
+            if number == len(self.kinds):
                 self.kinds.append(_Kind(*key))
-            parts.append(_Part(numbers[key], tuple(i for i, _ in needs[place]), tuple(i for i, _ in redoes[place])))
+            parts.append(_Part(number, tuple(i for i, _ in needs[place]), tuple(i for i, _ in redoes[place])))
         return parts
 
     def _name_flow_nodes(self) -> None:
@@ -202,14 +198,30 @@ class Network:
         for index, need in sorted(self.need.items()):
             value, redo = self.problem[index], self.redo.get(index, SINK)
             if value.is_required:
-                yield _Edge(SOURCE, need, 0, 0, True)
+                yield SOURCE, need, 0, 0, True
             if need != redo:
-                yield _Edge(need, redo, value.save_ps or 0, value.bytes, value.save_ps is None)
+                yield need, redo, value.save_ps or 0, value.bytes, value.save_ps is None
             if redo != SINK:
-                yield _Edge(redo, SINK, value.recompute_ps or 0, 0, False)
+                yield redo, SINK, value.recompute_ps or 0, 0, False
                 for source in value.inputs:
                     if self.need[source] != redo:
-                        yield _Edge(redo, self.need[source], 0, 0, True)
+                        yield redo, self.need[source], 0, 0, True
+
+
+class Residual(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
+    """A residual network as networkx's flows take it, with plain dictionaries for edges: to read them through
+    networkx's views takes as long as the flow itself."""
+
+    def __getitem__(self, node: Hashable) -> Any:
+        return self._succ[node]
+
+    @property
+    def succ(self) -> Any:
+        return self._succ
+
+    @property
+    def pred(self) -> Any:
+        return self._pred
 
 
 class _Kind:
@@ -223,6 +235,10 @@ class _Kind:
         self.edges, self.needs, self.redoes = edges, needs, redoes
         self.known: list[tuple[Fraction, _Answer]] = []  # by rising price of a byte
         self.num_flows = 0
+        self.network = Residual()
+        self.network.add_nodes_from((SOURCE, SINK))
+        for tail, head, *_ in edges:
+            self.network.add_edges_from(((tail, head), (head, tail)))
 
     def solve(self, price: Price) -> _Answer:
         """The cheapest cut at one price; among equals the smallest source side."""
@@ -239,33 +255,29 @@ class _Kind:
 
     def _flow(self, price: Price) -> _Answer:
         self.num_flows += 1
-        network = self._residual(price)
-        residual = boykov_kolmogorov(network, SOURCE, SINK, residual=network)
-        side = _source_side(residual)
-        cut = [edge for edge in self.edges if edge.tail in side and edge.head not in side]
+        self._set_capacities(price)
+        boykov_kolmogorov(self.network, SOURCE, SINK, residual=self.network)
+        side = _source_side(self.network)
+        cut = [edge for edge in self.edges if edge[0] in side and edge[1] not in side]
         answer = _Answer(
             needs=tuple(slot for slot, node in enumerate(self.needs) if node in side),
             redoes=tuple(slot for slot, node in enumerate(self.redoes) if node in side),
-            time_ps=sum(edge.time_ps for edge in cut),
-            bytes=sum(edge.bytes for edge in cut),
+            time_ps=sum(edge[2] for edge in cut),
+            bytes=sum(edge[3] for edge in cut),
         )
-        cost, flow = _cost(answer.time_ps, answer.bytes, price), residual.graph["flow_value"]
-        if cost != flow or any(edge.is_infinite for edge in cut):
+        cost, flow = _cost(answer.time_ps, answer.bytes, price), self.network.graph["flow_value"]
+        if cost != flow or any(edge[4] for edge in cut):
             raise AssertionError(f"the partition costs {cost}, the flow is {flow}")
         return answer
 
-    def _residual(self, price: Price) -> nx.DiGraph:
-        finite = sum(_cost(edge.time_ps, edge.bytes, price) for edge in self.edges)
-        network = nx.DiGraph()
+    def _set_capacities(self, price: Price) -> None:
+        finite = sum([_cost(time_ps, num_bytes, price) for _, _, time_ps, num_bytes, _ in self.edges])
+        network = self.network
         network.graph["inf"] = (1 + finite) * (1 + len(self.edges))  # networkx stops there; no flow is as large
-        network.add_nodes_from((SOURCE, SINK))
-        for edge in self.edges:
-            if not network.has_edge(edge.tail, edge.head):
-                network.add_edge(edge.tail, edge.head, capacity=0, flow=0)
-                network.add_edge(edge.head, edge.tail, capacity=0, flow=0)
-            capacity = 1 + finite if edge.is_infinite else _cost(edge.time_ps, edge.bytes, price)
-            network[edge.tail][edge.head]["capacity"] += capacity
-        return network
+        for tail, head, *_ in self.edges:
+            network.succ[tail][head]["capacity"] = network.succ[head][tail]["capacity"] = 0
+        for tail, head, time_ps, num_bytes, is_infinite in self.edges:
+            network.succ[tail][head]["capacity"] += 1 + finite if is_infinite else _cost(time_ps, num_bytes, price)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +302,9 @@ class _Part:
 def _infinitely_far(edges: Sequence[_Edge]) -> frozenset[int]:
     """The flow nodes that infinite edges lead to from the source, the source among them."""
     heads: dict[int, list[int]] = {}
-    for edge in edges:
-        if edge.is_infinite:
-            heads.setdefault(edge.tail, []).append(edge.head)
+    for tail, head, _, _, is_infinite in edges:
+        if is_infinite:
+            heads.setdefault(tail, []).append(head)
     found, stack = {SOURCE}, [SOURCE]
     while stack:
         for head in heads.get(stack.pop(), ()):
@@ -305,44 +317,53 @@ def _infinitely_far(edges: Sequence[_Edge]) -> frozenset[int]:
 def _opened(edges: Sequence[_Edge], settled: frozenset[int]) -> tuple[list[_Edge], list[_Edge]]:
     """The edges that are still open, with the source for all that is on its side in any case, and those that are always
     cut. Edges that never cost anything are left out: they tie nothing together."""
-    opened, cut = [], []
+    opened: list[_Edge] = []
+    cut: list[_Edge] = []
     for edge in edges:
-        if edge.head in settled or not (edge.is_infinite or edge.time_ps or edge.bytes):
+        tail, head, time_ps, num_bytes, is_infinite = edge
+        if head in settled or not (is_infinite or time_ps or num_bytes):
             continue
-        if edge.tail not in settled:
+        if tail not in settled:
             opened.append(edge)
-        elif edge.head == SINK:
+        elif head == SINK:
             cut.append(edge)
         else:
-            opened.append(edge._replace(tail=SOURCE))
+            opened.append((SOURCE, head, time_ps, num_bytes, is_infinite))
     return opened, cut
 
 
 def _components_of(edges: Sequence[_Edge]) -> dict[int, int]:
     """The smallest flow node of the component of each flow node."""
+    ends = SOURCE, SINK
+    return _roots((head if tail in ends else tail, tail if head in ends else head) for tail, head, _, _, _ in edges)
+
+
+def _roots(ties: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The smallest of all numbers that each number is tied to, itself among them."""
     root: dict[int, int] = {}
 
-    def find(node: int) -> int:
-        while root.setdefault(node, node) != node:
-            root[node] = root[root[node]]
-            node = root[node]
-        return node
+    def find(number: int) -> int:
+        while (above := root.setdefault(number, number)) != number:
+            root[number] = root[above]
+            number = root[number]
+        return number
 
-    for edge in edges:
-        ends = [find(node) for node in (edge.tail, edge.head) if node not in (SOURCE, SINK)]
-        root[max(ends)] = min(ends)
-    return {node: find(node) for node in list(root)}
+    for one, other in ties:
+        a, b = find(one), find(other)
+        if a != b:
+            root[max(a, b)] = min(a, b)
+    return {number: find(number) for number in list(root)}
 
 
 def _relative(
     edges: Sequence[_Edge], needs: Sequence[tuple[int, int]], redoes: Sequence[tuple[int, int]]
 ) -> tuple[tuple[_Edge, ...], tuple[int, ...], tuple[int, ...]]:
     """A component with its flow nodes numbered in their order, so that equal ones are equal."""
-    nodes = sorted({node for edge in edges for node in (edge.tail, edge.head)} - {SOURCE, SINK})
-    number = {node: place for place, node in enumerate(nodes)}
+    nodes = {tail for tail, _, _, _, _ in edges} | {head for _, head, _, _, _ in edges}
+    number = {node: place for place, node in enumerate(sorted(nodes - {SOURCE, SINK}))}
     number.update({SOURCE: SOURCE, SINK: SINK})
     return (
-        tuple(edge._replace(tail=number[edge.tail], head=number[edge.head]) for edge in edges),
+        tuple((number[tail], number[head], ps, num_bytes, inf) for tail, head, ps, num_bytes, inf in edges),
         tuple(number[node] for _, node in needs),
         tuple(number[node] for _, node in redoes),
     )
@@ -360,7 +381,7 @@ def reachable(problem: CutProblem) -> set[int]:
     return found
 
 
-def _source_side(residual: nx.DiGraph) -> set[int]:
+def _source_side(residual: Residual) -> set[int]:
     side, stack = {SOURCE}, [SOURCE]
     while stack:
         for head, edge in residual[stack.pop()].items():
@@ -391,13 +412,77 @@ def cut_of_saved(problem: CutProblem, saved: frozenset[int]) -> Cut:
         if index in need:
             continue
         need.add(index)
-        if index in saved or problem[index].recompute_ps is None:
-            if problem[index].save_ps is None:
-                raise CannotPartitionError(_sentence(problem[index]))
+        value = problem[index]
+        if index in saved or value.recompute_ps is None:
+            if value.save_ps is None:
+                raise CannotPartitionError(_sentence(value))
             continue
         redo.add(index)
-        stack.extend(problem[index].inputs)
+        stack.extend(value.inputs)
     return cut_of(problem, frozenset(need), frozenset(redo))
+
+
+def without_saved(problem: CutProblem, cut: Cut, saved: frozenset[int], dropped: int) -> Cut:
+    """``cut_of_saved`` of ``saved`` without ``dropped``, from the cut of ``saved``, which saves it: little changes.
+
+    Raises:
+        CannotPartitionError: a value that comes to be needed may be neither saved nor recomputed.
+    """
+    time_ps, num_bytes = cut.time_ps - (problem[dropped].save_ps or 0), cut.saved_bytes - problem[dropped].bytes
+    need: set[int] = set()
+    redo, stack = {dropped}, [dropped]
+    while stack:
+        reader = problem[stack.pop()]
+        time_ps += reader.recompute_ps or 0
+        for index in reader.inputs:
+            if index in cut.need or index in need:
+                continue
+            need.add(index)
+            value = problem[index]
+            if index not in saved and value.recompute_ps is not None:
+                redo.add(index)
+                stack.append(index)
+                continue
+            if value.save_ps is None:
+                raise CannotPartitionError(_sentence(value))
+            time_ps, num_bytes = time_ps + value.save_ps, num_bytes + value.bytes
+    return Cut(cut.need | need, cut.redo | redo, num_bytes, time_ps)
+
+
+def num_readers(problem: CutProblem, cut: Cut) -> Counter[int]:
+    """How many recomputations read each value."""
+    return Counter(source for index in cut.redo for source in problem[index].inputs)
+
+
+def with_saved(problem: CutProblem, cut: Cut, readers: Mapping[int, int], added: int) -> Cut:
+    """``cut_of_saved`` of what may be saved in ``cut`` and of ``added``, which may be saved: little changes.
+
+    Args:
+        problem: the prices.
+        cut: of what is saved so far.
+        readers: its ``num_readers``.
+        added: the value to save.
+    """
+    if added not in cut.redo:
+        return cut
+    time_ps, num_bytes = cut.time_ps + (problem[added].save_ps or 0), cut.saved_bytes + problem[added].bytes
+    left: dict[int, int] = {}
+    unneeded: set[int] = set()
+    stack = [added]
+    while stack:
+        reader = problem[stack.pop()]
+        time_ps -= reader.recompute_ps or 0
+        for index in reader.inputs:
+            value = problem[index]
+            left[index] = left.get(index, readers[index]) - 1
+            if left[index] or value.is_required:
+                continue
+            unneeded.add(index)
+            if index in cut.redo:
+                stack.append(index)
+            else:
+                time_ps, num_bytes = time_ps - (value.save_ps or 0), num_bytes - value.bytes
+    return Cut(cut.need - unneeded, cut.redo - unneeded - {added}, num_bytes, time_ps)
 
 
 def without_dead_ends(problem: CutProblem) -> CutProblem:
@@ -576,19 +661,14 @@ class _Component:
 
 
 def _components(problem: CutProblem, fast: Cut, small: Cut) -> list[_Component]:
-    differ = {(i, "need") for i in fast.need ^ small.need} | {(i, "redo") for i in fast.redo ^ small.redo}
-    differ -= {(i, "need") for i in _free(problem, fast, small)}  # it ties nothing together
-    links: nx.Graph = nx.Graph()
-    links.add_nodes_from(sorted(differ))
-    for index, _ in sorted(differ):
-        ties: list[tuple[int, str]] = [(index, "need"), *((source, "need") for source in problem[index].inputs)]
-        links.add_edges_from(((index, "redo"), tie) for tie in ties if (index, "redo") in differ and tie in differ)
-    components = [
-        _Component(
-            frozenset(i for i, state in part if state == "need"), frozenset(i for i, state in part if state == "redo")
-        )
-        for part in nx.connected_components(links)
-    ]
+    need = (fast.need ^ small.need) - _free(problem, fast, small)  # what is free ties nothing together
+    redo = fast.redo ^ small.redo
+    ties = [(2 * i, 2 * i) for i in need] + [(2 * i + 1, 2 * i + 1) for i in redo]  # of need(i), and of redo(i)
+    ties += [(2 * i + 1, 2 * source) for i in redo for source in (i, *problem[i].inputs) if source in need]
+    members: dict[int, tuple[set[int], set[int]]] = {}
+    for state, root in _roots(ties).items():
+        members.setdefault(root, (set(), set()))[state % 2].add(state // 2)
+    components = [_Component(frozenset(needs), frozenset(redoes)) for needs, redoes in members.values()]
     return sorted(components, key=lambda part: min(part.need | part.redo))
 
 

@@ -125,6 +125,25 @@ class JointGraph:
         return tuple(value.index for value in self.values if value.side is Side.BACKWARD)
 
     @cached_property
+    def inputs(self) -> frozenset[int]:
+        """What no op computes: placeholders and constants of the module."""
+        return frozenset(value.index for value in self.values if value.kind is OpKind.INPUT)
+
+    @cached_property
+    def forward_effects(self) -> tuple[int, ...]:
+        """Forward's ops that change something outside the graph."""
+        return tuple(v.index for v in self.values if v.kind is OpKind.EFFECT and v.side is Side.FORWARD)
+
+    @cached_property
+    def backward_targets(self) -> tuple[int, ...]:
+        """What backward has to compute, in order; ops that change something last: nothing reads the old value after
+        them."""
+        ops = [i for i in self.backward_values if self.values[i].role is Role.NONE]
+        effects = [i for i in ops if self.values[i].kind is OpKind.EFFECT]
+        pure = [i for i in ops if self.values[i].kind is not OpKind.EFFECT]
+        return (*pure, *self.backward_outputs, *effects)
+
+    @cached_property
     def required(self) -> frozenset[int]:
         """Forward or either values that backward itself reads or returns."""
         read = {i for b in self.backward_values for i in self.values[b].inputs}

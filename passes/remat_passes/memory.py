@@ -23,8 +23,10 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 from torch import fx
 
@@ -64,8 +66,7 @@ COPY_SUFFIX = " (copy)"  # how a projection names the copy of a value
 PROMOTING = frozenset({"add", "sub", "mul", "div"})
 
 
-@dataclass(frozen=True, slots=True)
-class Instant:
+class Instant(NamedTuple):
     """The memory while one kernel runs: which op leads it, on which side, and how many bytes are allocated."""
 
     name: str
@@ -95,6 +96,11 @@ class _Kernel:
     results: list[int] = field(default_factory=list)
     reads: dict[int, list[int]] = field(default_factory=dict)  # which of its ops read each operand
     after: set[int] = field(default_factory=set)  # the kernels that make its operands
+    depth: int = 1  # at least so many kernels, itself among them, run until it has run
+
+
+# What a kernel allocates, what of its operands a result takes over, and what is gone when it ends.
+_Change: TypeAlias = tuple[list[int], set[int], set[int]]
 
 
 @dataclass(frozen=True)
@@ -107,10 +113,15 @@ class MemoryModel:
     num_threads: int = 1  # that CPU kernels run on: some of their workspaces are per thread
     is_body: bool = False  # of a loop: its tangents (the accumulators) are there from the start, and not written into
     called_bytes: Mapping[int, int] = field(default_factory=dict)  # what each call of a body takes above its start
+    device_type: str | None = None  # whose allocator and libraries count; None: those of the device of the trace
+
+    @cached_property
+    def _device_type(self) -> str:
+        return self.joint.device_type if self.device_type is None else self.device_type
 
     @cached_property
     def _block(self) -> int:
-        return BLOCK_BYTES.get(self.joint.device_type, BLOCK_BYTES["cuda"])
+        return BLOCK_BYTES.get(self._device_type, BLOCK_BYTES["cuda"])
 
     def _rounded(self, index: int) -> int:
         return -(-self.joint.values[index].bytes // self._block) * self._block
@@ -147,7 +158,7 @@ class MemoryModel:
     def splits_reductions(self) -> bool:
         """Whether what needs the result of a reduction runs in a loop of its own, as in Inductor's C++ kernels
         (torch/_inductor/codegen/cpp.py, ``can_fuse_vertical``); GPU kernels hold a row in registers."""
-        return self.joint.device_type == "cpu"
+        return self._device_type == "cpu"
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -183,7 +194,7 @@ class MemoryModel:
 
     def _prefers_pointwise(self, value: Value) -> bool:
         """On a GPU a sum that only pointwise ops read is left to them (``should_prefer_unfused_addmm``)."""
-        if self.joint.device_type == "cpu" or value.index in (
+        if self._device_type == "cpu" or value.index in (
             *self.joint.forward_outputs,
             *self.joint.backward_outputs,
         ):
@@ -196,7 +207,7 @@ class MemoryModel:
         return tuple(self._workspace_bytes(value) for value in self.joint.values)
 
     def _workspace_bytes(self, value: Value) -> int:
-        if self.joint.device_type != "cpu" or value.kind in (OpKind.INPUT, OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC):
+        if self._device_type != "cpu" or value.kind in (OpKind.INPUT, OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC):
             return 0
         name = self.names[value.index]
         operands = self._arguments(value.index)
@@ -246,7 +257,7 @@ class MemoryModel:
     @cached_property
     def plain_images(self) -> frozenset[int]:
         """Inputs that Inductor would copy to be channels-last (torch/_inductor/graph.py, ``run_node``)."""
-        if not self.fuses or self.joint.device_type != "cpu":
+        if not self.fuses or self._device_type != "cpu":
             return frozenset()
         images = (self.joint.values[i] for i in self.inputs if len(self.joint.values[i].sizes) == 4)
         return frozenset(value.index for value in images if not self._is_channels_last(value))
@@ -274,14 +285,26 @@ class MemoryModel:
     @cached_property
     def gradient_bytes(self) -> int:
         """What backward hands out."""
-        return sum(
-            self.sizes[i] for i in {self.joint.values[i].base for i in self.joint.backward_outputs} - self.inputs
-        )
+        return sum(self.sizes[i] for i in self._gradients - self.inputs)
 
     @cached_property
     def tangent_bytes(self) -> int:
         """What backward is handed beside what forward saves."""
-        return sum(self.sizes[value.index] for value in self.joint.values if value.role is Role.TANGENT)
+        return sum(self.sizes[i] for i in self._tangents)
+
+    @cached_property
+    def _outputs(self) -> frozenset[int]:
+        """The storages that forward hands out."""
+        return frozenset(self.joint.values[i].base for i in self.joint.forward_outputs)
+
+    @cached_property
+    def _gradients(self) -> frozenset[int]:
+        """The storages that backward hands out."""
+        return frozenset(self.joint.values[i].base for i in self.joint.backward_outputs)
+
+    @cached_property
+    def _tangents(self) -> frozenset[int]:
+        return frozenset(value.index for value in self.joint.values if value.role is Role.TANGENT)
 
     @cached_property
     def _reads(self) -> tuple[tuple[int, ...], ...]:
@@ -297,14 +320,37 @@ class MemoryModel:
                 parts[value.inputs[0]].append(value.index)
         return {op: tuple(found) for op, found in parts.items()}
 
+    @cached_property
+    def _runs(self) -> tuple[bool, ...]:
+        """Whether each value is computed by a kernel, or inside of one."""
+        return tuple(kind not in (OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC, OpKind.INPUT) for kind in self.kinds)
+
+    @cached_property
+    def _fusible(self) -> tuple[bool, ...]:
+        """Whether each value may share a kernel with others."""
+        return tuple(self.fuses and kind in FUSIBLE for kind in self.kinds)
+
+    @cached_property
+    def _asks(self) -> tuple[bool, ...]:
+        """Whether each op wants its operands written."""
+        return tuple(kind in (OpKind.EXTERN, OpKind.EFFECT) for kind in self.kinds)
+
+    @cached_property
+    def _bytes_at(self) -> tuple[int, ...]:
+        """Bytes by storage; a copy, whose number is negative, has those of what it copies."""
+        return (*self.sizes, *reversed(self.sizes))
+
+    @cached_property
+    def _elements_at(self) -> tuple[int, ...]:
+        """Elements by storage, as ``_bytes_at``."""
+        return (*self.elements, *reversed(self.elements))
+
     def project(self, cut: Cut, order: Schedule | None = None) -> Projection:
         """Replay the step for a decision."""
         order = order or schedule(self.joint, cut)
         values = self.joint.values
-        outputs = {values[i].base for i in self.joint.forward_outputs}
+        outputs, tangents = self._outputs, self._tangents
         kept = {values[i].base for i in cut.saved} - self.inputs
-        gradients = {values[i].base for i in self.joint.backward_outputs}
-        tangents = {v.index for v in values if v.role is Role.TANGENT}
         copies = cut.saved & self.joint.mutated_inputs
         held = self.baseline_bytes + sum(self.sizes[i] for i in copies)
 
@@ -319,7 +365,14 @@ class MemoryModel:
         held += sum(self.sizes[i] for i in outputs - self.inputs) - early
         scalars = {i for i in tangents if not values[i].shape}  # Tensor.backward makes them, and holds them to the end
         backward = _Replay(
-            self, order.backward, gradients | scalars, entering, held, kept, reordered & cut.saved, is_backward=True
+            self,
+            order.backward,
+            self._gradients | scalars,
+            entering,
+            held,
+            kept,
+            reordered & cut.saved,
+            is_backward=True,
         )
         peak = max(forward.run(), backward.run(), key=lambda found: found[0])
         return Projection(
@@ -354,7 +407,7 @@ class _Replay:
         self,
         model: MemoryModel,
         order: Sequence[int],
-        outputs: set[int],
+        outputs: AbstractSet[int],
         entering: Mapping[int, int],
         held_bytes: int,
         saved: set[int],
@@ -369,7 +422,9 @@ class _Replay:
         self.kernels: list[_Kernel] = []
         self.kernel_of: dict[int, int] = {}
         self.leaves: dict[int, tuple[int, ...]] = {}
-        self.product_of: dict[int, int] = {}  # of each sum that runs as one kernel with a product
+        self.product_of = self._merged()  # of each sum that runs as one kernel with a product
+        self.num_readers: dict[int, int] = defaultdict(int)  # of each storage
+        self.asked: set[int] = set()  # the storages that an op wants written
         self.made_from: dict[int, set[int]] = {}  # what a result is computed from inside of its kernel
         self.read_by: dict[int, list[int]] = defaultdict(list)  # the kernels that read each storage
 
@@ -381,22 +436,20 @@ class _Replay:
     # -- (1) which results are written, and by which kernel
 
     def _cut_into_kernels(self) -> None:
-        consumers = self._consumers()
-        self.product_of = self._merged()
+        self._count_readers()
         products = set(self.product_of.values())
         if self.reordered and not self.is_backward:
             self._copy_inputs()
-        kinds = self.model.kinds
+        runs, fusible = self.model._runs, self.model._fusible
         for index in self.order:
-            kind = kinds[index]
-            if kind in (OpKind.VIEW, OpKind.PART, OpKind.SYMBOLIC, OpKind.INPUT):
+            if not runs[index]:
                 continue
             leaves = self._leaf_reads(index)
-            is_fusible = self.model.fuses and kind in FUSIBLE and index not in self.product_of
-            if index in products or (is_fusible and not self._is_written(index, consumers[index], leaves)):
+            fuses = fusible[index] and index not in self.product_of
+            if index in products or (fuses and not self._is_written(index, leaves)):
                 self.leaves[index] = leaves
                 continue
-            self._place(index, leaves)
+            self._place(index, leaves, fuses)
 
     def _merged(self) -> dict[int, int]:
         """(6) The product that each sum is computed together with: one that nothing else in this graph reads."""
@@ -417,57 +470,60 @@ class _Replay:
                 found[index] = product
         return found
 
-    def _consumers(self) -> dict[int, list[int]]:
-        consumers: dict[int, list[int]] = defaultdict(list)
-        kinds, reads = self.model.kinds, self.model._reads
+    def _count_readers(self) -> None:
+        kinds, reads, asks, num_readers = self.model.kinds, self.model._reads, self.model._asks, self.num_readers
         for index in self.order:
-            if kinds[index] not in (OpKind.VIEW, OpKind.PART):
-                for read in reads[index]:
-                    consumers[read].append(index)
-        return consumers
+            if kinds[index] is OpKind.VIEW or kinds[index] is OpKind.PART:
+                continue
+            for read in reads[index]:
+                num_readers[read] += 1
+            if asks[index] or index in self.product_of:
+                self.asked.update(reads[index])
 
     def _leaf_reads(self, index: int) -> tuple[int, ...]:
         """The written storages that the op reads once what is computed on the fly is seen through."""
+        reads = self.model._reads[index]
+        if not self.reordered and self.leaves.keys().isdisjoint(reads):
+            return reads
         found: dict[int, None] = {}
-        for read in self.model._reads[index]:
+        for read in reads:
             found.update(dict.fromkeys(self.leaves.get(read, (-1 - read if read in self.reordered else read,))))
         return tuple(found)
 
-    def _is_written(self, index: int, consumers: Sequence[int], leaves: Sequence[int]) -> bool:
-        kinds = self.model.kinds
-        if index in self.outputs or kinds[index] is OpKind.REDUCTION or index in self.model._parts:
+    def _is_written(self, index: int, leaves: Sequence[int]) -> bool:
+        if index in self.outputs or self.model.kinds[index] is OpKind.REDUCTION or index in self.model._parts:
             return True
-        if any(kinds[c] in (OpKind.EXTERN, OpKind.EFFECT) or c in self.product_of for c in consumers):
-            return True
-        return len(consumers) > 1 and len(leaves) > REALIZE_READS
+        return index in self.asked or (self.num_readers[index] > 1 and len(leaves) > REALIZE_READS)
 
-    def _place(self, index: int, leaves: Sequence[int]) -> None:
+    def _place(self, index: int, leaves: Sequence[int], fuses: bool) -> None:
         """Give a written result a kernel: one that it fuses with, or a new one."""
-        fuses = self.model.fuses and self.model.kinds[index] in FUSIBLE and index not in self.product_of
-        domain, is_sum = self.model.domains[index], index in self.model.outer
-        after = {self.kernel_of[leaf] for leaf in leaves if leaf in self.kernel_of}
-        repetition = self.model.joint.values[index].repetition
-        place = self._fused_into(leaves, domain, after, is_sum, repetition) if fuses else None
+        model, kernels, kernel_of = self.model, self.kernels, self.kernel_of
+        domain = model.domains[index]
+        after = {kernel_of[leaf] for leaf in leaves if leaf in kernel_of}
+        place = self._fused_into(index, leaves, domain, after) if fuses else None
         if place is None:
-            place = len(self.kernels)
-            self.kernels.append(_Kernel(lead=index, fuses=fuses, is_sums=is_sum, repetition=repetition))
-        kernel = self.kernels[place]
-        kernel.reduces = kernel.reduces or self.model.kinds[index] is OpKind.REDUCTION
-        kernel.domains.update((domain, self.model.elements[index]))
-        kernel.after |= after - {place}
-        made_here = {self._owner(leaf) for leaf in leaves if self.kernel_of.get(leaf) == place}
+            place = len(kernels)
+            repetition = model.joint.values[index].repetition
+            kernels.append(_Kernel(index, fuses, index in model.outer, repetition))
+        kernel = kernels[place]
+        kernel.reduces = kernel.reduces or model.kinds[index] is OpKind.REDUCTION
+        kernel.domains.update((domain, model.elements[index]))
+        made_here = {self._owner(leaf) for leaf in leaves if kernel_of.get(leaf) == place} if place in after else set()
         self.made_from[index] = made_here.union(*(self.made_from[op] for op in made_here))
+        after.discard(place)
+        kernel.after |= after
+        kernel.depth = max(kernel.depth, 1 + max((kernels[earlier].depth for earlier in after), default=0))
         for leaf in leaves:
             kernel.reads.setdefault(leaf, []).append(index)
             self.read_by[leaf].append(place)
-        for result in (index, *self.model._parts.get(index, ())):
+        for result in (index, *model._parts.get(index, ())):
             if result in self.saved:
                 # Computed again with the op's other results, beside the one that was saved and that all readers take.
                 kernel.results += [] if fuses else [-1 - result]
                 continue
             kernel.results.append(result)
-            self.kernel_of[result] = place
-        if self.model.fuses and index in self.model.convolutions:
+            kernel_of[result] = place
+        if model.fuses and index in model.convolutions:
             self._copy_operands(place, leaves)
 
     def _copy_inputs(self) -> None:
@@ -493,27 +549,29 @@ class _Replay:
         value = self.model.joint.values[_original(index)]
         return value.inputs[0] if value.kind is OpKind.PART else value.index
 
-    def _size(self, index: int) -> int:
-        """Bytes of a storage; a copy's are those of what it copies."""
-        return self.model.sizes[_original(index)]
-
-    def _fused_into(
-        self, leaves: Sequence[int], domain: int, after: set[int], is_sum: bool, repetition: int
-    ) -> int | None:
+    def _fused_into(self, index: int, leaves: Sequence[int], domain: int, after: set[int]) -> int | None:
         """The kernel that makes the result's last operand, or one that shares a large operand and need not run before
         any of the others; the loops must be of one size. (4) Sums over the first axis fuse with one another only."""
-        large = [leaf for leaf in leaves if self.model.elements[_original(leaf)] == domain]
-        candidates = [] if is_sum or not after else [max(after)]
-        sharing = {place for leaf in large for place in self.read_by[leaf]} - after
-        candidates += sorted(sharing, key=lambda place: (self.kernels[place].reduces, place))
-        for place in candidates:
+        is_sum = index in self.model.outer
+        repetition = self.model.joint.values[index].repetition
+
+        def fits(place: int) -> bool:
             kernel = self.kernels[place]
-            fits = kernel.fuses and kernel.is_sums == is_sum and domain in kernel.domains
-            fits = fits and kernel.repetition == repetition
-            fits = fits and not (self.model.splits_reductions and self._needs_reduction_of(place, leaves))
-            if fits and not self._runs_before_any(place, after - {place}):
-                return place
-        return None
+            if not kernel.fuses or kernel.is_sums != is_sum or domain not in kernel.domains:
+                return False
+            if kernel.repetition != repetition:
+                return False
+            if self.model.splits_reductions and self._needs_reduction_of(place, leaves):
+                return False
+            return not self._runs_before_any(place, after - {place})
+
+        if after and not is_sum and fits(last := max(after)):
+            return last
+        elements = self.model._elements_at
+        large = [leaf for leaf in leaves if elements[leaf] == domain]
+        sharing = {place for leaf in large for place in self.read_by[leaf]} - after
+        ordered = sorted(sharing, key=lambda place: (self.kernels[place].reduces, place))
+        return next((place for place in ordered if fits(place)), None)
 
     def _needs_reduction_of(self, place: int, leaves: Sequence[int]) -> bool:
         kinds = self.model.kinds
@@ -521,6 +579,8 @@ class _Replay:
 
     def _runs_before_any(self, place: int, others: set[int]) -> bool:
         """Whether one of the other kernels needs a result of this one; too long a search counts as yes."""
+        if any(self.kernels[other].depth > FUSION_DISTANCE for other in others):
+            return True
         seen, stack = set(others), list(others)
         while stack:
             if len(seen) > FUSION_DISTANCE:
@@ -555,36 +615,46 @@ class _Replay:
     def _replay(self) -> tuple[int, set[int], bool]:
         kernels = self._in_order() if self.model.fuses else self.kernels
         last_use = {read: at for at, kernel in enumerate(kernels) for read in kernel.reads}
-        size = self._size
-        alive = set(self.entering)
-        now = self.held_bytes + sum(size(i) for i in alive)
-        peak, at_peak = now, set(alive)
+        size, values, called_bytes = self.model._bytes_at, self.model.joint.values, self.model.called_bytes
+        alive, outputs = set(self.entering), self.outputs
+        now = self.held_bytes + sum(size[i] for i in alive)
+        peak, peak_at = now, -1
+        changes: list[_Change] = []
         for at, kernel in enumerate(kernels):
-            results = [r for r in kernel.results if self._is_allocated(r, last_use.get(r, -1), at, kernel.fuses)]
-            dying = [r for r in kernel.reads if last_use[r] == at and r in alive and r not in self.outputs]
+            results = kernel.results
+            if kernel.fuses:
+                results = [r for r in results if last_use.get(r) != at or r in outputs]
+            dying = [r for r in kernel.reads if last_use[r] == at and r in alive and r not in outputs]
             taken = self._taken_over(kernel, results, dying) if kernel.fuses and dying and results else set()
             before = now
-            alive.update(results)
-            now += sum(size(r) for r in results) - sum(size(r) for r in taken)
-            alive.difference_update(taken)
+            now += sum([size[r] for r in results]) - sum([size[r] for r in taken])
             highest = now + (0 if kernel.fuses else self._workspace_bytes(kernel.lead))
-            if kernel.lead in self.model.called_bytes:
-                after = now - sum(size(r) for r in dying)  # the body lets go of its operands as it goes
-                highest = max(before + self.model.called_bytes[kernel.lead], after)
-            self.timeline.append(Instant(self.model.joint.values[kernel.lead].name, self.is_backward, highest))
+            if kernel.lead in called_bytes:
+                after = now - sum([size[r] for r in dying])  # the body lets go of its operands as it goes
+                highest = max(before + called_bytes[kernel.lead], after)
+            self.timeline.append(Instant(values[kernel.lead].name, self.is_backward, highest))
             if highest > peak:
-                peak, at_peak = highest, set(alive)
-            unused = [r for r in results if r not in last_use and r not in self.outputs]
-            for dead in {*dying, *unused} - taken:
-                alive.discard(dead)
-                now -= size(dead)
-        return peak, at_peak, self.is_backward
+                peak, peak_at = highest, at
+            gone = {*dying, *[r for r in results if r not in last_use and r not in outputs]}
+            changes.append((results, taken, gone))
+            alive.update(results)
+            alive -= gone
+            now -= sum([size[r] for r in gone - taken])
+        return peak, self._alive_at(peak_at, changes), self.is_backward
+
+    def _alive_at(self, peak_at: int, changes: Sequence[_Change]) -> set[int]:
+        """What is allocated while one kernel runs; before the first one where ``peak_at`` is -1."""
+        alive = set(self.entering)
+        for results, _taken, gone in changes[: max(0, peak_at)]:
+            alive.update(results)
+            alive -= gone
+        for results, taken, _gone in changes[peak_at : peak_at + 1] if peak_at >= 0 else ():
+            alive.update(results)
+            alive -= taken
+        return alive
 
     def _workspace_bytes(self, op: int) -> int:
         return self.model.workspaces[self.product_of.get(op, op)]
-
-    def _is_allocated(self, result: int, last_use: int, at: int, fuses: bool) -> bool:
-        return not fuses or last_use != at or result in self.outputs
 
     def _is_accumulator(self, index: int) -> bool:
         return self.model.is_body and index >= 0 and self.model.joint.values[index].role is Role.TANGENT
@@ -592,14 +662,15 @@ class _Replay:
     def _taken_over(self, kernel: _Kernel, results: Sequence[int], dying: Sequence[int]) -> set[int]:
         """Operands whose storage a result of the kernel takes over."""
         taken: set[int] = set()
-        values = self.model.joint.values
+        values, size = self.model.joint.values, self.model._bytes_at
         for result in results:
             if result < 0 or values[result].kind is not OpKind.POINTWISE:
                 continue
             for operand in dying:
-                same = self._size(operand) == self._size(result) and not self._is_accumulator(operand)
-                others = set(kernel.reads[operand]) - self.made_from[result] - {result}
-                if same and operand not in taken and not others and result in kernel.reads[operand]:
+                if size[operand] != size[result] or operand in taken or self._is_accumulator(operand):
+                    continue
+                readers = kernel.reads[operand]
+                if result in readers and self.made_from[result].issuperset(r for r in readers if r != result):
                     taken.add(operand)
                     break
         return taken

@@ -8,8 +8,6 @@ Algorithm).
 
 from __future__ import annotations
 
-import networkx as nx
-
 from .joint import JointGraph
 
 ROOT = -1
@@ -21,15 +19,20 @@ def narrow_points(joint: JointGraph) -> tuple[int, ...]:
     exits = {i for i in joint.forward_outputs if i in activations}
     if not exits:
         return ()
-    graph = nx.DiGraph()
+    above = {ROOT: ROOT}  # the immediate dominator of each value, which stands before it
+
+    def common(feeds: list[int]) -> int:
+        """The last value that dominates, or is, each of the feeds."""
+        found = feeds[0] if feeds else ROOT
+        for other in feeds[1:]:
+            while found != other:
+                found, other = (above[found], other) if found > other else (found, above[other])
+        return found
+
     for index in sorted(activations):
-        feeds = [i for i in joint.values[index].inputs if i in activations]
-        graph.add_edges_from((feed, index) for feed in feeds or [ROOT])
-    sink = len(joint.values)
-    graph.add_edges_from((index, sink) for index in exits)
-    dominators = nx.immediate_dominators(graph, ROOT)
-    found, index = set(), dominators.get(sink, ROOT)
-    while index is not None and index != ROOT:
+        above[index] = common([i for i in joint.values[index].inputs if i in activations])
+    found, index = set(), common(sorted(exits))
+    while index != ROOT:
         found.add(joint.values[index].base)
-        index = dominators.get(index, ROOT)
+        index = above[index]
     return tuple(i for i in sorted(found) if joint.values[i].bytes)

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from .batch_rules import Split
-from .joint import JointGraph, Role
+from .joint import JointGraph, Role, Side
 from .microbatch import Body, Handed, Loop, SplitStep, evaluate, sliced_val
 from .ops import OpKind
 
@@ -123,7 +123,7 @@ class _OuterBuilder:
         self.call, self.accumulate, self.tangents_are_known = call, accumulate, tangents_are_known
         self.graph = fx.Graph()
         self.env: dict[int, fx.Node] = {}
-        self.tangents: list[fx.Node] = []
+        self.tangents: dict[int, fx.Node] = {}
         self.attributes: dict[str, fx.GraphModule] = {}
 
     def build(self, num_forward_outputs: int) -> fx.GraphModule:
@@ -137,6 +137,7 @@ class _OuterBuilder:
             loop = self.step.loops[level]
             if loop is not None:
                 self._loop(loop)
+                self._take_tangents(loop, indices)
         for value in self.joint.values:
             if value.kind is OpKind.EFFECT:
                 self._copy(value.index)
@@ -152,10 +153,27 @@ class _OuterBuilder:
         node = self.joint.nodes[index]
         self.env[index] = self.graph.node_copy(node)
         if role is Role.TANGENT and self.tangents_are_known:
-            self.tangents.append(self.env[index])
+            self.tangents[index] = self.env[index]
             val = node.meta["val"]
             options = {"dtype": val.dtype, "device": val.device}
             self.env[index] = self._emit(node, aten.full.default, (list(val.shape), 1), options, "known")
+
+    @property
+    def is_tail(self) -> bool:
+        return self.step.axes.tail_of is not None
+
+    def _take_tangents(self, loop: Loop, before: Sequence[int]) -> None:
+        """Behind the loop of a tail, backward goes on with the tangents themselves: only the loop took 1 for them."""
+        if not (self.is_tail and self.tangents_are_known):
+            return
+        for index in (*loop.partial, *loop.split):
+            if self.joint.values[index].side is Side.BACKWARD:
+                self.env[index] = self._scaled(index)
+        self.env.update(self.tangents)
+        for index in before:
+            value = self.joint.values[index]
+            if value.side is Side.BACKWARD and value.kind is not OpKind.INPUT:
+                self._copy(index)
 
     def _copy(self, index: int) -> None:
         node = self.joint.nodes[index]
@@ -307,7 +325,7 @@ class _OuterBuilder:
     def _outputs(self, num_forward: int) -> None:
         (output,) = self.module.graph.find_nodes(op="output")
         position = {node: index for index, node in enumerate(self.joint.nodes)}
-        late = set(self.joint.backward_outputs) if self.tangents_are_known else set()
+        late = set(self.joint.backward_outputs) if self.tangents_are_known and not self.is_tail else set()
         scaled: dict[int, fx.Node] = {}
         flat = torch.utils._pytree.arg_tree_leaves(*output.args)
         results: list[Any] = []
@@ -326,7 +344,7 @@ class _OuterBuilder:
     def _scaled(self, index: int) -> fx.Node:
         """A gradient times the tangent of the loss."""
         node, gradient = self.joint.nodes[index], self.env[index]
-        (tangent,) = self.tangents
+        (tangent,) = self.tangents.values()
         if tangent.meta["val"].dim():
             tangent = self._emit(node, aten.reshape.default, (tangent, []), {}, "tangent")
         return self._emit(node, aten.mul.Tensor, (gradient, tangent), {}, "scaled")

@@ -57,6 +57,20 @@ class FrontierPoint:
     saved_bytes: int
     step_us: float
     chosen: bool  # exactly one point of a plan is the plan itself
+    num_microbatches: int = 1
+    part: str = "step"  # what runs in slices, as in ``StepCandidate``
+
+
+@dataclass(frozen=True, slots=True)
+class StepCandidate:
+    """One number of slices that was weighed under the budget, and why it was not taken."""
+
+    num_microbatches: int
+    part: str  # what runs in slices: "step", or "tail", which is the last product and the loss
+    peak_bytes: int | None  # of its best plan within the budget, where one was worked out
+    step_us: float | None
+    chosen: bool
+    verdict: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +124,7 @@ class Microbatches:
     batch: int
     lengths: tuple[int, ...]
     num_loops: int
+    part: str  # what runs in slices: "step", or "tail", which is the last product and the loss
     runs_in: str  # "forward", or "forward and backward" where the tangents are not known before
     inputs: tuple[BatchInput, ...]
     values: tuple[BatchValue, ...]  # all of the step, in its order
@@ -138,17 +153,25 @@ class RematPlan:
     lower_bound_us: float  # of any plan within the budget, without one within plain Inductor's peak
     schedule_class: str  # the schedules among which that bound holds
     values: tuple[ValuePlan, ...]
-    frontier: tuple[FrontierPoint, ...]  # by rising step time, falling peak; and the chosen plan where it belongs
+    # By rising step time; falling peak among those that run in as many slices as the plan, and the plan itself.
+    frontier: tuple[FrontierPoint, ...]
     timeline: tuple[Moment, ...]  # as the memory model predicts it, in the order that runs; thinned when it is long
     peak_values: tuple[PeakValue, ...]  # what is alive at the predicted peak, largest first
     symbols: tuple[tuple[str, int], ...]  # symbolic sizes and the values they were planned for
     notes: tuple[str, ...]  # sentences that the user should read
     microbatches: Microbatches | None = None  # how the step was split, where it was
+    candidates: tuple[StepCandidate, ...] = ()  # the numbers of slices that were weighed, where the choice was free
 
     @property
     def gap(self) -> float:
         """The part of the step by which another plan of the class may be faster; 0 where none is."""
         return max(self.step_us - self.lower_bound_us, 0.0) / self.step_us if self.step_us > 0 else 0.0
+
+    @property
+    def own_frontier(self) -> tuple[FrontierPoint, ...]:
+        """The points that run as the plan itself does."""
+        (part,) = {point.part for point in self.frontier if point.chosen} or {"step"}
+        return tuple(p for p in self.frontier if (p.num_microbatches, p.part) == (self.num_microbatches, part))
 
     def to_json(self) -> str:
         """The plan file's text: keys sorted, one trailing newline."""
@@ -212,6 +235,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "bool": bool,
     "str": str,
     "int | None": (int, type(None)),
+    "float | None": (*_NUMBERS, type(None)),
     "Decision": str,
     "StepSide": str,
 }
@@ -267,5 +291,6 @@ def _plan_from_record(record: Mapping[str, Any]) -> RematPlan:
     entry["peak_values"] = tuple(PeakValue(**_checked(PeakValue, value)) for value in entry["peak_values"])
     entry["symbols"] = tuple((str(name), int(hint)) for name, hint in entry["symbols"])
     entry["notes"] = tuple(str(note) for note in entry["notes"])
+    entry["candidates"] = tuple(StepCandidate(**_checked(StepCandidate, given)) for given in entry["candidates"])
     entry["microbatches"] = _microbatches_from_record(entry["microbatches"])
     return RematPlan(**entry)

@@ -24,7 +24,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .cut import Cut, CutProblem, cut_of_saved
+from .cut import Cut, CutProblem, cut_of_saved, num_readers, with_saved, without_saved
 from .joint import JointGraph, Side
 from .memory import MemoryModel, Projection
 from .schedule import schedule
@@ -144,8 +144,9 @@ class _Walk:
         """(3); what is found stays among the known plans, and the walk goes on from where it was."""
         tries = 0
         clock, computed = self._clock(state.plan), self._recomputed_at(state.plan.cut)
+        readers = num_readers(self.problem, state.plan.cut)
         for value in self._by_time_of_saving(state):
-            cut = cut_of_saved(self.problem, state.saved | {value})
+            cut = with_saved(self.problem, state.plan.cut, readers, value)
             if cut.time_ps >= state.plan.cut.time_ps or self._estimated_peak(state, cut, clock, computed) > limit_bytes:
                 continue
             if tries == MAX_FILLS_TRIED or not self._may_go_on():
@@ -155,6 +156,7 @@ class _Walk:
             if plan.projection.peak_bytes <= limit_bytes:
                 state = _State(state.saved | {value}, plan)
                 clock, computed = self._clock(plan), self._recomputed_at(plan.cut)
+                readers = num_readers(self.problem, plan.cut)
 
     # -- moves
 
@@ -168,7 +170,7 @@ class _Walk:
             is_alive = (times >= value) & (times < self.last_use[value])
             gain = int(np.minimum(over[is_alive], self.problem[value].bytes).sum())
             if gain:
-                cut = cut_of_saved(self.problem, state.saved - {value})
+                cut = without_saved(self.problem, state.plan.cut, state.saved, value)
                 found.append((max(1, cut.time_ps - state.plan.cut.time_ps) / gain, value))
         return [value for _, value in sorted(found)]
 
@@ -196,8 +198,9 @@ class _Walk:
     def _by_time_of_saving(self, state: _State, least_ps: int | None = 0) -> list[int]:
         """The recomputed values by the time that saving them gains, which is more than ``least_ps``."""
         found = []
+        readers = num_readers(self.problem, state.plan.cut)
         for value in sorted(state.plan.cut.redo & self.large):
-            gain = state.plan.cut.time_ps - cut_of_saved(self.problem, state.saved | {value}).time_ps
+            gain = state.plan.cut.time_ps - with_saved(self.problem, state.plan.cut, readers, value).time_ps
             if least_ps is None or gain > least_ps:
                 found.append((-gain, value))
         return [value for _, value in sorted(found)]

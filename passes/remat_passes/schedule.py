@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cut import Cut
-from .joint import JointGraph, Role, Side
-from .ops import OpKind
+from .joint import JointGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +27,29 @@ def schedule(joint: JointGraph, cut: Cut) -> Schedule:
 
 
 def _forward(joint: JointGraph, cut: Cut) -> tuple[int, ...]:
+    values = joint.values
     wanted: set[int] = set()
-    stack = [*joint.forward_outputs, *cut.saved]
-    stack += [v.index for v in joint.values if v.kind is OpKind.EFFECT and v.side is Side.FORWARD]
+    stack = [*joint.forward_outputs, *cut.saved, *joint.forward_effects]
     while stack:
         index = stack.pop()
         if index not in wanted:
             wanted.add(index)
-            stack.extend(joint.values[index].inputs)
-    return tuple(sorted(i for i in wanted if joint.values[i].kind is not OpKind.INPUT))
+            stack.extend(values[index].inputs)
+    return tuple(sorted(wanted - joint.inputs))
 
 
 def _backward(joint: JointGraph, cut: Cut) -> tuple[int, ...]:
-    placed = {v.index for v in joint.values if v.kind is OpKind.INPUT} | cut.saved
+    values = joint.values
+    placed = {*joint.inputs, *cut.saved}
     order: list[int] = []
-    targets = [i for i in joint.backward_values if joint.values[i].role is Role.NONE]
-    writes = [
-        i for i in targets if joint.values[i].kind is OpKind.EFFECT
-    ]  # last: nothing reads the old value after them
-    for target in [*(i for i in targets if i not in writes), *joint.backward_outputs, *writes]:
+    for target in joint.backward_targets:
         missing: set[int] = set()
         stack = [target]
         while stack:
             index = stack.pop()
             if index not in placed and index not in missing:
                 missing.add(index)
-                stack.extend(joint.values[index].inputs)
-        order.extend(sorted(missing))
+                stack.extend(values[index].inputs)
+        order.extend(sorted(missing) if len(missing) > 1 else missing)
         placed |= missing
     return tuple(order)

@@ -15,7 +15,19 @@ from .again import Unrolled, unroll
 from .bound import lower_bound_ps
 from .chain import Chain, ChainPlan, Drop, Hold
 from .cost import CostGraph
-from .cut import Cut, CutProblem, CutValue, Sweep, between, coarse_sweep, cut_of_saved, leaps, without_dead_ends
+from .cut import (
+    Cut,
+    CutProblem,
+    CutValue,
+    Sweep,
+    between,
+    coarse_sweep,
+    cut_of_saved,
+    fastest_price,
+    leaps,
+    solve,
+    without_dead_ends,
+)
 from .errors import BudgetInfeasibleError, CannotPartitionError
 from .exact import MAX_DECIDABLE, best_cut, decidable
 from .holds import boundaries, holds
@@ -113,6 +125,36 @@ def search(
         BudgetInfeasibleError: no candidate's projected peak is within the budget.
         CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
     """
+    found = _searched(joint, problem, model, inductor, budget_bytes, fixed_ps, limit_bytes)
+    if isinstance(found, Choice):
+        return found
+    assert budget_bytes is not None
+    smallest = found.smallest().projection
+    raise refusal(budget_bytes, smallest.peak_bytes, smallest.peak_values, model.gradient_bytes)
+
+
+def search_within(
+    joint: JointGraph, problem: CutProblem, model: MemoryModel, inductor: Candidate, limit_bytes: int, fixed_ps: int
+) -> Choice | None:
+    """The fastest decision whose projected peak is at most ``limit_bytes``; ``None`` where there is none.
+
+    Raises:
+        CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
+    """
+    found = _searched(joint, problem, model, inductor, limit_bytes, fixed_ps, limit_bytes)
+    return found if isinstance(found, Choice) else None
+
+
+def _searched(
+    joint: JointGraph,
+    problem: CutProblem,
+    model: MemoryModel,
+    inductor: Candidate,
+    budget_bytes: int | None,
+    fixed_ps: int,
+    limit_bytes: int | None,
+) -> Choice | _Considered:
+    """The choice, or all that was considered where none of it is within the budget."""
     limit = _limit_bytes(inductor, budget_bytes) if limit_bytes is None else limit_bytes
     settled = without_dead_ends(problem)
     points = boundaries(joint, settled)
@@ -141,13 +183,18 @@ def search(
         chosen = considered.smallest_within(deadline_ps, between_vertices)
     if chosen is None:
         considered.add(plans.smallest() if plans is not None else [])
-        chosen = considered.smallest()
         if budget_bytes is not None:
-            smallest = chosen.projection
-            raise refusal(budget_bytes, smallest.peak_bytes, smallest.peak_values, model.gradient_bytes)
+            return considered
+        chosen = considered.smallest()
     return Choice(
         chosen, inductor, considered.frontier(), _bound_ps(joint, problem, model, main, limit, chosen, fastest)
     )
+
+
+def fastest_candidate(problem: CutProblem, model: MemoryModel) -> Candidate:
+    """The decision that no other is faster than, whatever it needs."""
+    cut = solve(problem, fastest_price(problem))
+    return Candidate(cut, model.project(cut))
 
 
 def _repaired(

@@ -62,13 +62,15 @@ def plan_of_split(
         tangents_are_known: whether backward runs inside of forward's loop.
     """
     main = max(bodies, key=lambda body: (body.plan.step_us * body.count, body.length), default=None)
-    shown = outer if main is None else main.plan
+    is_tail = step.axes.tail_of is not None
+    shown = outer if main is None or is_tail else main.plan
     at_peak = max(bodies, key=lambda body: body.peak_bytes, default=None)
     others_us = sum(body.plan.step_us * body.count for body in bodies)
     is_inside = at_peak is not None and at_peak.peak_bytes >= outer.projected_peak_bytes
-    shift_bytes = 0 if main is None else main.held_bytes - main.operand_bytes
+    shift_bytes = 0 if main is None or is_tail else main.held_bytes - main.operand_bytes
     step_us = round(outer.step_us + others_us, 3)
-    rest_us = 0.0 if main is None else step_us - main.plan.step_us * main.count
+    count = 1 if main is None or is_tail else main.count
+    rest_us = step_us - shown.step_us * count
     return replace(
         shown,
         graph_id=unsplit.graph_id,
@@ -80,15 +82,17 @@ def plan_of_split(
         inductor_step_us=unsplit.inductor_step_us,
         baseline_bytes=outer.baseline_bytes,
         gradient_bytes=outer.gradient_bytes,
-        recompute_us=round(sum(body.plan.recompute_us * body.count for body in bodies), 3),
+        recompute_us=round(outer.recompute_us + sum(body.plan.recompute_us * body.count for body in bodies), 3),
         step_us=step_us,
         lower_bound_us=round(outer.lower_bound_us + sum(b.plan.lower_bound_us * b.count for b in bodies), 3),
-        schedule_class=f"the batch runs in {len(step.lengths)} slices; in each of them, {shown.schedule_class}",
+        schedule_class=_schedule_class(step, shown),
         frontier=tuple(
             replace(
                 point,
                 peak_bytes=point.peak_bytes + shift_bytes,
-                step_us=round(rest_us + point.step_us * (main.count if main else 1), 3),
+                step_us=round(rest_us + point.step_us * count, 3),
+                num_microbatches=len(step.lengths),
+                part="tail" if is_tail else "step",
             )
             for point in shown.frontier
         ),
@@ -97,6 +101,12 @@ def plan_of_split(
         notes=(*notes, *_notes(outer, unsplit)),
         microbatches=_microbatches(step, joint, names, tangents_are_known),
     )
+
+
+def _schedule_class(step: SplitStep, shown: RematPlan) -> str:
+    if step.axes.tail_of is not None:
+        return f"the tail of the step runs in {len(step.lengths)} slices; around it, {shown.schedule_class}"
+    return f"the batch runs in {len(step.lengths)} slices; in each of them, {shown.schedule_class}"
 
 
 def _notes(outer: RematPlan, unsplit: RematPlan) -> tuple[str, ...]:
@@ -154,7 +164,8 @@ def _microbatches(
         batch=axes.batch,
         lengths=step.lengths,
         num_loops=len(loops),
+        part="step" if axes.tail_of is None else "tail",
         runs_in="forward" if tangents_are_known else "forward and backward",
-        inputs=tuple(BatchInput(names[i], axis) for i, axis in sorted(axes.seeds.items())),
+        inputs=tuple(BatchInput(names.get(i, joint.values[i].name), axis) for i, axis in sorted(axes.seeds.items())),
         values=tuple(values),
     )

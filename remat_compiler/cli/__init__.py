@@ -19,6 +19,7 @@ from .diff import diff_plans
 from .dump import dump_plans
 from .explain import explain_value
 from .frontier import show_frontiers
+from .plan import plan_training, question
 from .plan_files import Refused
 from .run import Settings, run_training
 
@@ -89,6 +90,44 @@ def run_command(
       remat run --budget 8GiB train.py --epochs 3
     """
     sys.exit(run_training(script, arguments, Settings(budget, microbatches, dump_dir), form))
+
+
+@main.command("plan", context_settings={"allow_interspersed_args": False})
+@click.option("--budget", metavar="SIZE", help="Peak memory of a step: 24GiB, 60% (of Inductor's) or auto.")
+@click.option(
+    "--device",
+    "devices",
+    metavar="NAME",
+    multiple=True,
+    help="Device to plan for: h200, rtx4090... or a JSON file. Without --budget, for all of its memory.",
+)
+@click.option("--microbatches", metavar="N", help="Slices that the batch runs in, or auto.")
+@click.option("--sweep", is_flag=True, help="A table over budgets, or over devices where several are named.")
+@click.option("--format", "form", type=TEXT_OR_JSON, default="text", help="How to print it.  [default: text]")
+@click.argument("script", metavar="TRAIN.py[:step]")
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+def plan_command(
+    budget: str | None,
+    devices: tuple[str, ...],
+    microbatches: str | None,
+    sweep: bool,
+    form: str,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Say whether a training step fits on a device, without the device and without a step.
+
+    TRAIN.py runs on paper up to its first backward: its tensors have a shape and no contents, so a model of billions
+    of parameters takes no memory here. With TRAIN.py:step the function step() is called, without arguments; it makes
+    one training step, or returns what to compile and its arguments as a tuple. Exit code 1 where it does not fit.
+
+    \b
+    Example:
+      remat plan --device rtx4090 train.py --batch 16
+      remat plan --device rtx4090 --device h200 --sweep train.py
+      remat plan --device h200 --sweep train.py:step
+    """
+    sys.exit(plan_training(question(script, arguments, budget, devices, microbatches, sweep), form))
 
 
 @main.command("dump")

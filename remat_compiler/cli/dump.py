@@ -14,6 +14,7 @@ from rich.text import Text
 from remat_passes.plan import DECISIONS, SCHEMA, RematPlan
 from remat_passes.units import format_bytes
 
+from .candidates import candidate_section
 from .dot import dot_graph
 from .frontier import frontier_section
 from .groups import group_record, group_values, total
@@ -78,6 +79,7 @@ def report(plans: Sequence[RematPlan], width: int, every_value: bool) -> list[Te
     for place, plan in enumerate(plans):
         parts += [Text(f"\n{'-' * width}\n")] if place else []
         parts += headline(plan, width)
+        parts += candidate_section(plan, width)
         parts += split_section(plan, width, every_value, source_root(plan.values))
         parts += value_section(plan, width, every_value)
         parts += _totals(plan, width)

@@ -11,15 +11,16 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
-from remat_passes.plan import RematPlan
+from remat_passes.plan import FrontierPoint, RematPlan
 from remat_passes.units import format_bytes
 
+from .candidates import candidate_section, way_text
 from .certificate import certificate_lines
 from .headline import count, percent, time_text
 from .picture import check_picture, write_picture
@@ -54,6 +55,7 @@ CSV_COLUMNS = (
     "us_per_mib",
     "chosen",
     "plain_inductor",
+    "way",
 )
 
 
@@ -67,6 +69,7 @@ class TradeOff:
     us_per_mib: float | None  # time lost per MiB gained; None where the peak is no smaller than before
     is_chosen: bool
     is_inductor: bool
+    way: str = "unsplit"
 
     @property
     def mark(self) -> str:
@@ -101,12 +104,25 @@ def show_frontiers(path: Path, form: str, picture: Path | None) -> None:
 
 def tradeoffs(plan: RematPlan, most: int | None = None) -> list[TradeOff]:
     """The points by rising step time, at most ``most`` of them: the ends, the marked ones and some between."""
-    points = [TradeOff(p.peak_bytes, p.saved_bytes, p.step_us, None, p.chosen, False) for p in plan.frontier]
-    points = _with_inductor(points, plan)
+    points = _with_inductor([_tradeoff(point) for point in plan.own_frontier], plan)
     if most is not None:
         marked = {place for place, point in enumerate(points) if point.mark}
         points = [points[place] for place in pick_evenly(len(points), marked, most)]
     return _with_rates(points)
+
+
+def other_families(plan: RematPlan) -> dict[str, list[TradeOff]]:
+    """The points that run in other numbers of slices, by what they are called."""
+    own, families = set(plan.own_frontier), dict[str, list[TradeOff]]()
+    for point in plan.frontier:
+        if point not in own:
+            families.setdefault(way_text(point.part, point.num_microbatches), []).append(_tradeoff(point))
+    return families
+
+
+def _tradeoff(point: FrontierPoint) -> TradeOff:
+    way = way_text(point.part, point.num_microbatches)
+    return TradeOff(point.peak_bytes, point.saved_bytes, point.step_us, None, point.chosen, False, way)
 
 
 def _with_inductor(points: list[TradeOff], plan: RematPlan) -> list[TradeOff]:
@@ -156,7 +172,8 @@ def frontier_report(plans: Sequence[RematPlan], width: int) -> list[Text]:
         parts += [Text(f"\n{'-' * width}\n")] if place else []
         parts += [Text(clean(plan.graph_id), BOLD), Text(), *certificate_lines(plan, width)]
         points = tradeoffs(plan)
-        title = f"Peak against step time ({count(len(plan.frontier), 'plan')} that none of those considered beats)"
+        parts += candidate_section(plan, width)
+        title = f"Peak against step time ({count(len(plan.own_frontier), 'plan')} that none of those considered beats)"
         parts += _section(title, points, plan, width) if points else [Text("\nThe plan file holds no frontier.")]
     return parts
 
@@ -223,7 +240,8 @@ def frontier_record(plan: RematPlan) -> dict[str, Any]:
         "gap": plan.gap,
         "inductor_peak_bytes": plan.inductor_peak_bytes,
         "inductor_step_us": plan.inductor_step_us,
-        "points": [_point_record(point, plan) for point in tradeoffs(plan)],
+        "points": [_point_record(point, plan) for point in _all_points(plan)],
+        "candidates": [asdict(candidate) for candidate in plan.candidates],
     }
 
 
@@ -237,7 +255,12 @@ def _point_record(point: TradeOff, plan: RematPlan) -> dict[str, Any]:
         "us_per_mib": None if point.us_per_mib is None else round(point.us_per_mib, 3),
         "chosen": point.is_chosen,
         "plain_inductor": point.is_inductor,
+        "way": point.way,
     }
+
+
+def _all_points(plan: RematPlan) -> list[TradeOff]:
+    return [*tradeoffs(plan), *(point for points in other_families(plan).values() for point in points)]
 
 
 def _part(part: float, whole: float) -> float | None:
@@ -250,7 +273,7 @@ def frontier_csv(plans: Sequence[RematPlan]) -> str:
     writer = csv.DictWriter(page, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     for plan in plans:
-        for point in tradeoffs(plan):
+        for point in _all_points(plan):
             record = {"graph_id": plan.graph_id, **_point_record(point, plan)}
             writer.writerow({key: int(cell) if isinstance(cell, bool) else cell for key, cell in record.items()})
     return page.getvalue()

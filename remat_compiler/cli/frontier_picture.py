@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
@@ -11,11 +11,12 @@ from matplotlib.figure import Figure, SubFigure
 from remat_passes.plan import RematPlan
 from remat_passes.units import format_bytes, format_us
 
-from .frontier import TradeOff, tradeoffs
+from .frontier import TradeOff, other_families, tradeoffs
 from .picture import BLUE, GREEN, ORANGE, VERMILION, WIDTH_INCHES, byte_unit, draw_budget, time_unit
 from .tables import clean
 
 HEIGHT_INCHES = 3.4
+GREYS = ("0.35", "0.5", "0.62", "0.72", "0.8")  # of the plans in other numbers of slices; more than these are not drawn
 
 
 def frontier_figure(plans: Sequence[RematPlan]) -> Figure:
@@ -32,7 +33,7 @@ def _draw(panel: SubFigure, plan: RematPlan) -> None:
     points = tradeoffs(plan)
     byte_name, byte_size = byte_unit(max([point.peak_bytes for point in points], default=1))
     time_name, time_size = time_unit(max([point.step_us for point in points], default=1.0))
-    _draw_points(axes, points, byte_size, time_size)
+    _draw_points(axes, points, other_families(plan), byte_size, time_size)
     _draw_limits(axes, plan, byte_size, time_size)
     axes.set_ylabel(f"peak, {byte_name}")
     axes.set_xlabel(f"step time, {time_name}")
@@ -43,13 +44,22 @@ def _draw(panel: SubFigure, plan: RematPlan) -> None:
     panel.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=8)
 
 
-def _draw_points(axes: Axes, points: Sequence[TradeOff], byte_size: int, time_size: float) -> None:
+def _draw_points(
+    axes: Axes,
+    points: Sequence[TradeOff],
+    families: Mapping[str, Sequence[TradeOff]],
+    byte_size: int,
+    time_size: float,
+) -> None:
     def line(kept: Sequence[TradeOff]) -> tuple[list[float], list[float]]:
         return [point.step_us / time_size for point in kept], [point.peak_bytes / byte_size for point in kept]
 
+    for colour, (name, family) in zip(GREYS, families.items(), strict=False):
+        axes.plot(*line(family), ".-", drawstyle="steps-post", color=colour, markersize=3, linewidth=0.9,
+                  label=f"considered: {name}")  # fmt: skip
     own = [point for point in points if point.saved_bytes is not None]
     axes.plot(*line(own), "o-", drawstyle="steps-post", color=BLUE, markersize=3.5, linewidth=1.2,
-              label="plans considered")  # fmt: skip
+              label=f"considered: {own[0].way}" if families and own else "plans considered")  # fmt: skip
     for point in points:
         size = f"{format_bytes(point.peak_bytes)}, {format_us(point.step_us)}"
         if point.is_inductor:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import TextIO
 
 from rich.text import Text
 
@@ -31,6 +32,7 @@ from .headline import count, summary
 from .plan_files import WrongUse
 from .tables import clean, heading, page_width, paragraph, print_parts, write
 
+OWN_FOLDER = os.path.join(os.path.dirname(remat_compiler.__file__), "")
 INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended: 128 + 2
 
 
@@ -54,6 +56,8 @@ class Ending:
 def run_training(script: str, arguments: Sequence[str], settings: Settings, form: str) -> int:
     """Run the script, print the plans that it made, and return its exit code.
 
+    With ``form`` "json" stdout has the plans only, and what the script prints goes to stderr.
+
     Raises:
         WrongUse: a setting is malformed, or there is no such script.
     """
@@ -62,6 +66,8 @@ def run_training(script: str, arguments: Sequence[str], settings: Settings, form
         raise WrongUse(f"{script} is not a file: give the Python script that trains.")
     os.environ.update(environment(settings))
     stdout, stderr = sys.stdout, sys.stderr  # the script may replace them
+    if form == "json":
+        stdout = _stdout_for_json()
     ending = run_script(script, arguments)
     plans = remat_compiler.plans()
     fallbacks = remat_compiler.fallbacks()
@@ -77,6 +83,17 @@ def run_training(script: str, arguments: Sequence[str], settings: Settings, form
     if form == "text" and plans and not stream.closed:  # by the script
         print_parts(plan_table(plans, measured, verified, settings.dump_dir, page_width(stream)), stream)
     return ending.exit_code
+
+
+def _stdout_for_json() -> TextIO:
+    """What was stdout. From here on all that prints there, the script, its children and its exit handlers, prints to
+    stderr, so that stdout holds one JSON document and nothing else."""
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding)
+    os.dup2(2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY), 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # as it comes, between the lines of stderr
+    return own
 
 
 def check_settings(settings: Settings) -> None:
@@ -112,21 +129,26 @@ def environment(settings: Settings) -> dict[str, str]:
 
 def run_script(script: str, arguments: Sequence[str]) -> Ending:
     """Run the script as ``__main__``; what ends it is shown as Python shows it."""
+    try:
+        execute(script, arguments)
+    except SystemExit as request:
+        return Ending(_exit_code(request.code))
+    except BaseException as error:
+        show(error)
+        return Ending(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, raised=True)
+    return Ending(0)
+
+
+def execute(script: str, arguments: Sequence[str]) -> None:
+    """Run the script as ``__main__``; whatever ends it comes through."""
     module = _main_module(os.path.abspath(script))
     sys.argv = [script, *arguments]
     if not getattr(sys.flags, "safe_path", False):  # python -P, from 3.11 on
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     sys.modules["__main__"] = module
-    try:
-        with io.open_code(str(module.__file__)) as source:
-            code = compile(source.read(), str(module.__file__), "exec", dont_inherit=True)
-        exec(code, module.__dict__)
-    except SystemExit as request:
-        return Ending(_exit_code(request.code))
-    except BaseException as error:
-        _show(error)
-        return Ending(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, raised=True)
-    return Ending(0)
+    with io.open_code(str(module.__file__)) as source:
+        code = compile(source.read(), str(module.__file__), "exec", dont_inherit=True)
+    exec(code, module.__dict__)
 
 
 def _main_module(path: str) -> ModuleType:
@@ -149,10 +171,11 @@ def _exit_code(code: object) -> int:
     return 1
 
 
-def _show(error: BaseException) -> None:
-    """Print the traceback without the frame of ``run_script``, through the hook that the script may have set."""
-    outer = error.__traceback__
-    inner = outer.tb_next if outer else None
+def show(error: BaseException) -> None:
+    """Print the traceback from the script's first line on, through the hook that the script may have set."""
+    inner = error.__traceback__
+    while inner is not None and inner.tb_frame.f_code.co_filename.startswith(OWN_FOLDER):
+        inner = inner.tb_next
     sys.excepthook(type(error), error.with_traceback(inner), inner)
 
 

@@ -26,6 +26,7 @@ MOST_NAMES = 3
 # The words of ``remat_passes.batch.Dependence``, which imports torch.
 SAME, SPLIT, PARTIAL, WHOLE = "same in every slice", "split", "partial sum", "whole batch"
 OUTSIDE, NOWHERE = "outside", "not computed"
+TAIL = "tail"  # what runs in slices, where that is not the whole step
 
 # Why something that depends on the batch is outside where no op of its own asks for that, most telling first.
 FOLLOWS = {
@@ -102,8 +103,9 @@ def split_section(plan: RematPlan, width: int, every_value: bool, root: str) -> 
 
 
 def _figures(split: Microbatches, width: int) -> Text:
+    only = "; the last product and the loss, and all before them whole" if split.part == TAIL else ""
     rows: list[Row] = [
-        ("slices", f"{split.batch} samples in {slices_text(split.lengths)}, one after another"),
+        ("slices", f"{slices_of(split)}, one after another{only}"),
         ("loops", _loops(split)),
         ("inputs", ", ".join(map(input_text, split.inputs)) or "none carries the batch"),
         ("inside", _inside(split.values)),
@@ -204,7 +206,7 @@ def split_changes(a: Microbatches | None, b: Microbatches | None) -> list[tuple[
     if a == b:
         return []
     pairs = {
-        "slices": [_slices_of(each) for each in (a, b)],
+        "slices": [slices_of(each) for each in (a, b)],
         "loops": [_loops_of(each) for each in (a, b)],
         "inputs": [_inputs_of(each) for each in (a, b)],
     }
@@ -213,8 +215,12 @@ def split_changes(a: Microbatches | None, b: Microbatches | None) -> list[tuple[
     return [*rows, ("values", f"{_values(moved)} computed elsewhere, or of another kind")] if moved else rows
 
 
-def _slices_of(split: Microbatches | None) -> str:
-    return "not split" if split is None else f"{split.batch} samples in {slices_text(split.lengths)}"
+def slices_of(split: Microbatches | None) -> str:
+    """``14 samples in 4 slices of 4, 4, 3, 3``."""
+    if split is None:
+        return "not split"
+    what = "rows of the tail" if split.part == TAIL else "samples"
+    return f"{split.batch} {what} in {slices_text(split.lengths)}"
 
 
 def _loops_of(split: Microbatches | None) -> str:

@@ -1,0 +1,159 @@
+"""Candidates: in how many slices to run a step, weighed together with the cut.
+
+A step in more slices holds fewer activations and takes longer: weights are read once a slice, kernels are small, sums
+pass through memory. A step in fewer slices has to recompute more under the same budget. What a number of slices is
+worth only a search for its best cut can tell, so few are searched:
+
+- the plan that spends no time on memory gives a bound: no plan in so many slices is faster, and where it fits, it is
+  the best of them. Whether it fits is monotone in the number of slices: the fewest with which it does are bisected for;
+- in fewer slices something has to be recomputed, and that is worth a search only where the bound on any plan within
+  the limit is clearly below the best time so far. Where the budget cannot be met, it cannot be met in fewer slices.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+# The part of a step that another number of slices has to promise to be searched: the cost model does not resolve less
+# (docs/decisions/0010-slices-and-cut-together.md).
+RESOLUTION = 0.005
+# The longest slices of two neighbours on the ladder differ by this factor or one sample: 25 candidates for a batch of
+# 1024.
+RUNG = 1.25
+
+C = TypeVar("C", bound=Hashable)
+Asked = TypeVar("Asked", contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The time of a plan and its projected peak."""
+
+    time_ps: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed(Generic[C]):
+    """A candidate and what became of it; ``found`` is a plan of it, where one was worked out."""
+
+    candidate: C
+    found: Found | None
+    verdict: str
+
+
+def slice_counts(batch: int) -> tuple[int, ...]:
+    """The numbers of slices above one that are worth a look, rising; of those with one longest slice the fewest."""
+    counts: list[int] = []
+    longest = batch
+    while longest > 1:
+        wanted = max(1, min(longest - 1, int(longest / RUNG)))
+        counts.append(-(-batch // wanted))
+        longest = -(-batch // counts[-1])
+    return tuple(counts)
+
+
+class Outlook(Protocol[Asked]):
+    """What can be asked of a candidate, the cheapest question first."""
+
+    def fastest(self, candidate: Asked) -> Found:
+        """The plan that spends no time on memory."""
+
+    def bound_ps(self, candidate: Asked, limit_bytes: int) -> int | None:
+        """A time that no plan within the limit is below; ``None`` where it is known that there is no plan."""
+
+    def search(self, candidate: Asked, limit_bytes: int) -> Found | None:
+        """The fastest plan within the limit, where there is one."""
+
+
+def weigh(
+    ladders: Sequence[Sequence[C]], outlook: Outlook[C], limit_bytes: int
+) -> tuple[C | None, tuple[Weighed[C], ...]]:
+    """The candidate whose best plan within the limit is the fastest, and what became of each.
+
+    Args:
+        ladders: the candidates, each ladder by rising number of slices; the first of the first is the step as it is.
+        outlook: answers for a candidate.
+        limit_bytes: what a plan may need.
+    """
+    weighing = _Weighing(outlook, limit_bytes)
+    if not weighing.is_settled_by(ladders[0][0], [c for ladder in ladders for c in ladder][1:]):
+        for ladder in ladders:
+            weighing.weigh_ladder(ladder)
+    chosen = weighing.best[0] if weighing.best is not None else None
+    return chosen, tuple(weighing.weighed(c) for ladder in ladders for c in ladder)
+
+
+class _Weighing(Generic[C]):
+    def __init__(self, outlook: Outlook[C], limit_bytes: int) -> None:
+        self.outlook, self.limit_bytes = outlook, limit_bytes
+        self.best: tuple[C, Found] | None = None
+        self.found: dict[C, Found] = {}
+        self.verdicts: dict[C, str] = {}
+
+    def weighed(self, candidate: C) -> Weighed[C]:
+        is_chosen = self.best is not None and self.best[0] == candidate
+        verdict = "chosen" if is_chosen else self.verdicts.get(candidate, "not clearly faster than the chosen one")
+        return Weighed(candidate, self.found.get(candidate), verdict)
+
+    def is_settled_by(self, first: C, others: Sequence[C]) -> bool:
+        """Whether the step as it is can be had at hardly any cost: any other candidate takes longer than it may."""
+        floor_ps = self.outlook.fastest(first).time_ps
+        bound_ps = self.outlook.bound_ps(first, self.limit_bytes)
+        if bound_ps is None or bound_ps * (1 - RESOLUTION) > floor_ps:
+            return False
+        if not self._search(first) or self._is_worth(floor_ps):
+            return False
+        for candidate in others:
+            self.verdicts[candidate] = "not looked at: the budget costs the chosen one hardly any time"
+        return True
+
+    def weigh_ladder(self, ladder: Sequence[C]) -> None:
+        start = bisect.bisect_left(ladder, True, key=self._fits_fastest)
+        for candidate in ladder[start + 1 :]:
+            self.verdicts[candidate] = "more slices than are needed to do without recompute"
+        if start < len(ladder):
+            self._take(ladder[start], self.outlook.fastest(ladder[start]))
+        for position in reversed(range(start)):
+            if not self._goes_on(ladder, position, can_do_without=start < len(ladder)):
+                return
+
+    def _goes_on(self, ladder: Sequence[C], position: int, *, can_do_without: bool) -> bool:
+        """Look at one candidate that has to recompute; whether those in fewer slices are worth a look."""
+        candidate = ladder[position]
+        if candidate in self.found:
+            return True
+        bound_ps = self.outlook.bound_ps(candidate, self.limit_bytes)
+        if bound_ps is not None and self.best is not None and not self._is_worth(bound_ps):
+            self.verdicts[candidate] = "no plan within the budget is clearly faster than the chosen one"
+            return True
+        if bound_ps is None or not self._search(candidate):
+            for fewer in ladder[: position + 1]:
+                self.verdicts[fewer] = "the budget cannot be met"
+            return False
+        if self.best is not None and self.best[0] != candidate and not can_do_without:
+            for fewer in ladder[:position]:
+                self.verdicts[fewer] = "not looked at: in more slices it was slower already"
+            return False
+        return True
+
+    def _fits_fastest(self, candidate: C) -> bool:
+        return self.outlook.fastest(candidate).peak_bytes <= self.limit_bytes
+
+    def _is_worth(self, time_ps: int) -> bool:
+        return self.best is None or time_ps < (1 - RESOLUTION) * self.best[1].time_ps
+
+    def _search(self, candidate: C) -> bool:
+        """Whether there is a plan within the limit."""
+        found = self.outlook.search(candidate, self.limit_bytes)
+        if found is not None:
+            self._take(candidate, found)
+        return found is not None
+
+    def _take(self, candidate: C, found: Found) -> None:
+        self.found[candidate] = found
+        if self._is_worth(found.time_ps):
+            self.best = (candidate, found)

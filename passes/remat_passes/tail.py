@@ -1,0 +1,81 @@
+"""The tail: what follows the value from which the largest one of forward is made, up to the loss.
+
+With a large vocabulary the logits alone can take more memory than all layers before them. Then it is enough to run the
+last product and the loss in slices, of rows and not of samples, and to keep the rest of the step whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .batch import BatchAxes, batch_axes, batch_inputs, batch_values, before_tail
+from .joint import JointGraph, Side
+
+# A tail is worth slices of its own where its product makes what it reads so much larger.
+GROWTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The value behind which the step can run in slices, and its states there."""
+
+    start: int
+    axes: BatchAxes
+
+
+def find_tail(joint: JointGraph, *, tangents_are_known: bool) -> Tail | None:
+    """The tail of a step, or ``None`` where its largest value is no larger than what it is made from."""
+    start = _start(joint)
+    if start is None:
+        return None
+    largest = _largest(joint)
+    for seeds, rows in _seeds(joint, start):
+        axes = batch_axes(joint, seeds, rows, tangents_are_known=tangents_are_known, tail_of=start)
+        if axes.states[largest].is_inside and axes.num_loops == max(1, axes.backward_level + 1):
+            return Tail(start, axes)
+    return None
+
+
+def _largest(joint: JointGraph) -> int:
+    return max(joint.activations, key=lambda i: (joint.values[i].numel, -i), default=-1)
+
+
+def _start(joint: JointGraph) -> int | None:
+    """From the largest activation back to the first one that is much smaller."""
+    index = _largest(joint)
+    while index >= 0:
+        operands = [i for i in joint.values[index].inputs if i in joint.activations]
+        source = max(operands, key=lambda i: joint.values[i].numel, default=None)
+        if source is None:
+            return None
+        if joint.values[source].dtype is not None and GROWTH * joint.values[source].numel <= joint.values[index].numel:
+            return source if joint.values[source].sizes and joint.values[source].sizes[0] > 1 else None
+        index = source
+    return None
+
+
+def _seeds(joint: JointGraph, start: int) -> Iterator[tuple[dict[int, int], int]]:
+    """What carries the rows into the tail, the finest rows first: its start, and beside it what of the batch is not
+    computed from those (labels, masks), where it first has as many rows."""
+    rows = joint.values[start].sizes[0]
+    before = before_tail(joint, start)
+    for value in joint.values:
+        if value.index != start and before.intersection(value.inputs):
+            before.add(value.index)
+    of_batch = batch_values(joint) | set(batch_inputs(joint))
+    beside = [
+        value
+        for value in joint.values
+        if value.index in of_batch - before and value.side is not Side.BACKWARD and value.sizes and value.dtype
+    ]
+    sizes = [value.sizes[0] for value in beside if value.sizes[0] > 1 and rows % value.sizes[0] == 0]
+    for batch in dict.fromkeys(sorted([rows, *sizes], reverse=True)):
+        seeds, reached = {start: 0}, {start}
+        for value in beside:
+            if reached.intersection(value.inputs):
+                reached.add(value.index)
+            elif value.sizes[0] % batch == 0 and value.index != start:
+                seeds[value.index] = 0
+                reached.add(value.index)
+        yield seeds, batch

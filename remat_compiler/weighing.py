@@ -1,0 +1,176 @@
+"""Weighing: the ways to run one step - as it is, in slices, its tail in slices - under one limit.
+
+Which way is worth a search is decided in ``remat_passes.candidates``; here the ways are looked at, each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from remat_passes.batch import BatchAxes
+from remat_passes.candidates import Found, Weighed, slice_counts, weigh
+from remat_passes.cost import PS_PER_US
+from remat_passes.errors import BudgetInfeasibleError
+from remat_passes.plan import FrontierPoint, StepCandidate
+from remat_passes.search import Candidate, Choice, refusal
+
+from .split_choice import SplitChoice, SplitWay
+from .staged import Staged
+
+Part = Literal["step", "tail"]  # what runs in slices
+
+# The most slices of a tail. Its rows are many, and in so many slices what is left of it is small beside the rest.
+MAX_TAIL_SLICES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a step: what of it runs in slices, and in how many."""
+
+    part: Part
+    num_slices: int
+
+
+UNSPLIT = Way("step", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The way that was chosen, and what became of all of them."""
+
+    way: Way
+    choice: Choice | SplitChoice
+    candidates: tuple[StepCandidate, ...]
+    others: tuple[FrontierPoint, ...]  # what was found of the ways that were not chosen
+
+
+def ladders(axes: Mapping[Part, BatchAxes]) -> list[list[Way]]:
+    """The ways with slices, by what runs in them and by their number."""
+    found: list[list[Way]] = []
+    for part, states in axes.items():
+        if part == "step":
+            counts: Sequence[int] = slice_counts(states.batch)
+        else:
+            counts = [2**i for i in range(1, MAX_TAIL_SLICES.bit_length()) if 2**i <= states.batch]
+        found.append([*([UNSPLIT] if part == "step" else []), *(Way(part, count) for count in counts)])
+    return found if "step" in axes else [[UNSPLIT], *found]
+
+
+class Weighing:
+    """The ways to run one step, each looked at once."""
+
+    def __init__(self, full: Staged, ways: Sequence[Sequence[Way]], look: Callable[[Way], SplitWay]) -> None:
+        self.full, self.ways, self._look = full, ways, look
+        self._looked: dict[Way, SplitWay] = {}
+        self._choices: dict[Way, Choice | SplitChoice] = {}
+
+    def split_way(self, way: Way) -> SplitWay:
+        """The step split this way."""
+        if way not in self._looked:
+            self._looked[way] = self._look(way)
+        return self._looked[way]
+
+    def weigh(self, limit_bytes: int) -> Decision | None:
+        """The fastest way within the limit, where there is one."""
+        chosen, weighed = weigh(self.ways, self, limit_bytes)
+        chosen = chosen or self._smallest_within(limit_bytes)
+        if chosen is None:
+            return None
+        if chosen not in self._choices:  # its plan without recompute fits: the search has it, with all beside it
+            self.search(chosen, limit_bytes)
+        candidates = tuple(self._candidate(entry, is_chosen=entry.candidate == chosen) for entry in weighed)
+        others = tuple(point for way in self._choices if way != chosen for point in self._points(way))
+        return Decision(chosen, self._choices[chosen], candidates, others)
+
+    def _smallest_within(self, limit_bytes: int) -> Way | None:
+        """The way with the lowest peak, where that is within the limit."""
+        way = min(self._last, key=self._smallest_bytes)
+        if self._smallest_bytes(way) > limit_bytes:
+            return None
+        self._choices[way] = self.full.smallest if way == UNSPLIT else self.split_way(way).smallest
+        return way
+
+    @property
+    def _last(self) -> list[Way]:
+        """The way with the most slices of each part, and the step as it is."""
+        return list(dict.fromkeys((UNSPLIT, *(ladder[-1] for ladder in self.ways))))
+
+    def _smallest_bytes(self, way: Way) -> int:
+        if way == UNSPLIT:
+            return self.full.smallest.chosen.projection.peak_bytes
+        return self.split_way(way).smallest.peak_bytes
+
+    def refusal(self, budget_bytes: int) -> BudgetInfeasibleError:
+        """The error for a budget that no way meets: that of the way with the lowest peak."""
+        way = min(self._last, key=self._smallest_bytes)
+        if way != UNSPLIT:
+            return self.split_way(way).refusal(budget_bytes)
+        projection = self.full.smallest.chosen.projection
+        gradient_bytes = self.full.model.gradient_bytes
+        return refusal(budget_bytes, projection.peak_bytes, projection.peak_values, gradient_bytes)
+
+    def fastest(self, way: Way) -> Found:
+        """The plan that spends no time on memory."""
+        if way == UNSPLIT:
+            return _found(self.full, self.full.fastest)
+        fastest = self.split_way(way).fastest
+        return Found(fastest.time_ps, fastest.peak_bytes)
+
+    def bound_ps(self, way: Way, limit_bytes: int) -> int | None:
+        """A time that no plan within the limit is below; ``None`` where it is known that there is no plan."""
+        if way == UNSPLIT:
+            return self.full.bound_ps(self._limit_unsplit(limit_bytes))
+        return self.split_way(way).bound_ps(limit_bytes)
+
+    def search(self, way: Way, limit_bytes: int) -> Found | None:
+        """The fastest plan within the limit, where there is one."""
+        if way == UNSPLIT:
+            choice = self.full.search_within(self._limit_unsplit(limit_bytes))
+            if choice is None:
+                return None
+            self._choices[way] = choice
+            return _found(self.full, choice.chosen)
+        split = self.split_way(way).search(limit_bytes)
+        if split is None:
+            return None
+        self._choices[way] = split
+        return Found(split.time_ps, split.peak_bytes)
+
+    def _limit_unsplit(self, limit_bytes: int) -> int:
+        """Never more than plain Inductor needs."""
+        return min(limit_bytes, self.full.inductor.projection.peak_bytes)
+
+    def _candidate(self, weighed: Weighed[Way], *, is_chosen: bool) -> StepCandidate:
+        found = self._found(weighed.candidate) if is_chosen else weighed.found
+        return StepCandidate(
+            num_microbatches=weighed.candidate.num_slices,
+            part=weighed.candidate.part,
+            peak_bytes=None if found is None else found.peak_bytes,
+            step_us=None if found is None else round(found.time_ps / PS_PER_US, 3),
+            chosen=is_chosen,
+            verdict="chosen" if is_chosen else weighed.verdict,
+        )
+
+    def _found(self, way: Way) -> Found:
+        """The plan that was decided on for a way."""
+        choice = self._choices[way]
+        if isinstance(choice, SplitChoice):
+            return Found(choice.time_ps, choice.peak_bytes)
+        return _found(self.full, choice.chosen)
+
+    def _points(self, way: Way) -> list[FrontierPoint]:
+        choice = self._choices[way]
+        if isinstance(choice, SplitChoice):
+            points = self.split_way(way).frontier(choice)
+        else:
+            points = [(c.projection.peak_bytes, c.cut.saved_bytes, self.full.time_ps(c)) for c in choice.frontier]
+        return [
+            FrontierPoint(peak, saved, round(time_ps / PS_PER_US, 3), False, way.num_slices, way.part)
+            for peak, saved, time_ps in points
+        ]
+
+
+def _found(staged: Staged, candidate: Candidate) -> Found:
+    return Found(staged.time_ps(candidate), candidate.projection.peak_bytes)
