@@ -123,7 +123,8 @@ def _check_number(axes: BatchAxes, num_microbatches: int) -> None:
     if num_microbatches > axes.batch:
         raise ConfigError(
             f"Option num_microbatches is {num_microbatches} and the batch has {axes.batch} samples: a micro-batch has"
-            f" at least one. Use at most {axes.batch}."
+            f" at least one. Use at most {axes.batch}, or leave such a batch out where it is the last of an epoch"
+            " (drop_last=True of a DataLoader)."
         )
 
 

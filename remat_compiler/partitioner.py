@@ -271,6 +271,7 @@ def _budget_bytes(options: Options, joint: JointGraph, model: MemoryModel, induc
         inductor_peak_bytes=inductor_peak_bytes,
         free_bytes=_free_bytes(joint.device_type),
         baseline_bytes=model.baseline_bytes,
+        reserve_bytes=options.reserve_bytes,
     )
 
 

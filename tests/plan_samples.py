@@ -175,6 +175,7 @@ CONTRASTIVE = Microbatches(
     batch=14,
     lengths=(4, 4, 3, 3),
     num_loops=2,
+    part="step",
     runs_in="forward",
     inputs=(BatchInput("images", 0), BatchInput("texts", 1)),
     values=(

@@ -1039,3 +1039,94 @@ def test_an_op_that_nobody_knows_is_named_and_a_rule_asked_for() -> None:
     text = refusal(program, 2)
     check_refusal(text, "remat_microbatch_tests.*twist", line_of(step, "twist(layer(x))"))
     assert "register_batch_rule" in text
+
+
+# -- custom ops that are called as one of PyTorch's
+
+
+@torch.library.custom_op("remat_microbatch_tests::neg", mutates_args=())
+def not_neg(x: Tensor) -> Tensor:
+    return x.square()
+
+
+not_neg.register_fake(torch.empty_like)
+not_neg.register_autograd(
+    lambda ctx, tangent: tangent * 2 * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@in_numbers
+def test_a_custom_op_is_not_what_it_is_called(num_microbatches: int) -> None:
+    def loss(step: Step, z: Tensor) -> Tensor:
+        return not_neg(z.sum(0)).sum() + not_neg(z).mean()
+
+    check_split(net_program(lambda: nn.Linear(WIDTH, 9), lambda: (torch.randn(BATCH, WIDTH),), loss), num_microbatches)
+
+
+# -- rows that are picked by their numbers -----------------------------------------------------------------------------
+
+
+def _rows(like: Tensor) -> Tensor:
+    return torch.arange(like.shape[0], device=like.device)
+
+
+PICKED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "label of each": lambda z, y, t: z[:, 0][_rows(z), y[:, 0]],
+    "label at each step": lambda z, y, t: z[_rows(z)[:, None], torch.arange(z.shape[1]), y],
+    "last step": lambda z, y, t: z[_rows(z), t],
+    "last step, rows expanded": lambda z, y, t: z[_rows(z)[:, None].expand_as(y), t[:, None], y],
+    "label of each token": lambda z, y, t: z.flatten(0, 1)[torch.arange(z.shape[0] * z.shape[1]), y.flatten()],
+    "two views": lambda z, y, t: torch.cat([z, -z])[:, 0][torch.arange(2 * z.shape[0]), torch.cat([t, t])],
+    "some classes": lambda z, y, t: z[:, 0][_rows(z).unsqueeze(1), y],
+    "viewed": lambda z, y, t: z[:, 0][_rows(z).view(-1, 1), y],
+    "put to zero": lambda z, y, t: z.index_put((_rows(z), t), z.new_zeros(z.shape[0], z.shape[2])),
+    "put": lambda z, y, t: z[:, 0].index_put((_rows(z)[:, None], y), z[:, :, 1], accumulate=True),
+}
+
+
+@in_numbers
+@pytest.mark.parametrize("pick", PICKED)
+def test_rows_picked_by_their_numbers(pick: str, num_microbatches: int) -> None:
+    def inputs() -> tuple[Tensor, ...]:
+        y = torch.randint(0, CLASSES, (BATCH, TIME))
+        return torch.randn(BATCH, TIME, WIDTH), y, torch.randint(0, TIME, (BATCH,))
+
+    def loss(step: Step, z: Tensor, y: Tensor, t: Tensor) -> Tensor:
+        return torch.tanh(PICKED[pick](z, y, t)).square().mean()
+
+    check_split(net_program(lambda: nn.Linear(WIDTH, CLASSES), inputs, loss), num_microbatches)
+    split = remat_compiler.plans()[-1].microbatches
+    assert split is not None
+    assert {value.where for value in split.values if value.op.startswith("aten.index")} == {"loop 0"}
+
+
+@pytest.mark.parametrize("shift", [1, BATCH // 2])
+def test_rows_of_other_samples_are_not_the_slice_s(shift: int) -> None:
+    def inputs() -> tuple[Tensor, ...]:
+        return torch.randn(BATCH, WIDTH), torch.randint(0, CLASSES, (BATCH,))
+
+    def loss(step: Step, z: Tensor, y: Tensor) -> Tensor:
+        shifted, turned = (_rows(z) + shift) % BATCH, torch.arange(BATCH - 1, -1, -1)
+        return torch.tanh(z[shifted, y]).square().mean() + z[_rows(z)[: BATCH - 1], y[1:]].mean() + z[turned, y].mean()
+
+    check_split(net_program(lambda: nn.Linear(WIDTH, CLASSES), inputs, loss), 3)
+
+
+# -- ops under an effect token: AOTAutograd puts the tokens before the inputs
+
+
+@pytest.mark.parametrize("solve", [torch.linalg.inv, torch.linalg.cholesky])
+def test_ops_under_an_effect_token(solve: Callable[[Tensor], Tensor]) -> None:
+    def loss(step: Step, z: Tensor, y: Tensor) -> Tensor:
+        a = z.unflatten(1, (3, 3))
+        a = a @ a.mT + torch.eye(3, dtype=z.dtype)
+        return (solve(a).sum((1, 2)) - y).square().mean()
+
+    def inputs() -> tuple[Tensor, ...]:
+        return torch.randn(BATCH, WIDTH), torch.randn(BATCH)
+
+    check_split(net_program(lambda: nn.Linear(WIDTH, 9), inputs, loss), 3)
+    split = remat_compiler.plans()[-1].microbatches
+    assert split is not None
+    assert [(given.name, given.axis) for given in split.inputs] == [("x", 0), ("targets[0]", 0)]

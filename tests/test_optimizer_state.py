@@ -205,3 +205,16 @@ def test_a_sparse_moment_is_refused() -> None:
 def test_a_copy_of_a_copy_says_the_same() -> None:
     optimizer = torch.optim.Adam(mixed().parameters())
     assert optimizer_state_bytes(copy.deepcopy(optimizer)) == remat_compiler.optimizer_state_bytes(optimizer)
+
+
+def test_a_reserve_is_kept_free_of_the_budget() -> None:
+    torch._dynamo.reset()
+    net = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    reserve = optimizer_state_bytes(torch.optim.AdamW(net.parameters()))
+    options = {"lowering": "eager", "memory_budget": "1MiB", "reserve": reserve, "num_microbatches": 1}
+    torch.compile(net, backend="remat", options=options)(torch.randn(16, 8)).sum().backward()
+    assert remat_compiler.plans()[-1].budget_bytes == 2**20 - reserve
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="nothing is left for the step"):
+        torch.compile(net, backend="remat", options={**options, "reserve": "1MiB"})(torch.randn(16, 8))

@@ -56,6 +56,9 @@ class Dependence(enum.Enum):
 Use: TypeAlias = Split | Literal["inside"] | None  # of a whole value: a slice or all of it; else the slice's own
 
 
+NEEDS_SUM = "which is a sum over the whole batch"
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """The state of one value. ``level`` is that at which it is whole, or the loop that it is computed in."""
@@ -64,6 +67,11 @@ class State:
     level: int
     split: Split | None = None
     why: str = ""  # its op waits for a loop because of this
+
+    @property
+    def needs_sum(self) -> bool:
+        """Whether it waits because one of its operands is a partial sum."""
+        return self.why.endswith(NEEDS_SUM)
 
     @property
     def is_inside(self) -> bool:
@@ -213,7 +221,7 @@ class _Analysis:
             return ""
         if any(self.states[i].dependence is Dependence.PARTIAL for i in late):
             name = next(self.joint.values[i].name for i in late if self.states[i].dependence is Dependence.PARTIAL)
-            return f"{op} needs {name}, which is a sum over the whole batch"
+            return f"{op} needs {name}, {NEEDS_SUM}"
         if not rules_of(self.joint.nodes[index]):
             return f"there is no rule for how {op} carries the batch"
         return f"{op} needs the whole batch"
@@ -311,7 +319,7 @@ _LINEAR = frozenset(
 def _is_linear(node: fx.Node, num_operands: int, partial: Sequence[int]) -> bool:
     """Whether the op of the full values is the sum of the ops of the parts, with these operands partial sums."""
     name = op_name(node)
-    if not _keeps_digits(node) or node.kwargs.get("rounding_mode") is not None:
+    if not is_builtin(node) or not _keeps_digits(node) or node.kwargs.get("rounding_mode") is not None:
         return False
     if num_operands == 1:
         return name in _LINEAR or name in ("mul", "div", "convert_element_type", "_to_copy")
@@ -468,6 +476,13 @@ def choose_axes(
     candidates = [(dict(said), joint.values[i].sizes[axis]) for i, axis in list(said.items())[:1]] or list(
         found_seeds(joint)
     )
+    if any(joint.values[i].sizes[axis] == 1 for i, axis in said.items()):
+        raise CannotSplitError(
+            f"The step cannot be split into micro-batches: the batch, which was said to be at axis"
+            f" {next(iter(said.values()))} of {', '.join(names[i] for i in said)}, has one sample. Leave"
+            " num_microbatches at 1 for it, or leave it out where it is the last of an epoch (drop_last=True of a"
+            " DataLoader)."
+        )
     if num_groups is not None:
         candidates = [(seeds, num_groups) for seeds, size in candidates if size % num_groups == 0]
     found = [batch_axes(joint, seeds, batch, tangents_are_known=tangents_are_known) for seeds, batch in candidates]
@@ -488,12 +503,12 @@ def choose_axes(
         tried = [batch_axes(joint, some, batch, tangents_are_known=tangents_are_known) for some in fewer]
         best = min([best, *tried], key=score)
     if not _is_worth(joint, best):
-        raise _refusal(joint, found[0], names)
+        raise _refusal(joint, found[0], names, num_microbatches)
     if best.batch < num_microbatches:  # where as many inputs have a longer axis, that is likelier the batch
         longer = (axes for axes in found if axes.batch >= num_microbatches and len(axes.seeds) >= len(best.seeds))
         likelier = next(longer, None)
         if likelier is not None:
-            raise _refusal(joint, likelier, names)
+            raise _refusal(joint, likelier, names, num_microbatches)
     return best
 
 
@@ -537,10 +552,14 @@ def whole_share(joint: JointGraph, axes: BatchAxes) -> float:
     return outside / max(1, sum(sizes.values()))
 
 
-def _refusal(joint: JointGraph, axes: BatchAxes, names: Mapping[int, str]) -> CannotSplitError:
+def _refusal(joint: JointGraph, axes: BatchAxes, names: Mapping[int, str], num_microbatches: int) -> CannotSplitError:
     """The error for a step of which most is whole: the first op that needs all of the batch, and what would help."""
     culprits = [v for v, state in zip(joint.values, axes.states, strict=True) if state.why]
     first = min(culprits, key=lambda value: (value.side is Side.BACKWARD, value.index), default=None)
+    why = "" if first is None else axes.states[first.index].why
+    if first is None:
+        first = next((v for v in joint.values if _gathers(joint, axes, v.index)), None)
+        why = "" if first is None else f"{first.op} needs the whole batch"
     inputs = ", ".join(names[i] for i in axes.seeds)
     tried = f"with {axes.batch} samples at axis {next(iter(axes.seeds.values()))} of {inputs}"
     if first is None:
@@ -551,9 +570,25 @@ def _refusal(joint: JointGraph, axes: BatchAxes, names: Mapping[int, str]) -> Ca
     place = f" at {first.source}" if first.source else ""
     module = f" (module {first.module})" if first.module else ""
     return CannotSplitError(
-        f"The step cannot be split into micro-batches: {tried}, {axes.states[first.index].why}, in"
-        f" {first.name}{place}{module}. {_remedy(first.op, axes.states[first.index].why)}"
+        f"The step cannot be split into micro-batches: {tried}, {why}, in {first.name}{place}{module}."
+        f"{_on_short_axis(joint, axes, names, num_microbatches)} {_remedy(first.op, why)}"
     )
+
+
+def _on_short_axis(joint: JointGraph, axes: BatchAxes, names: Mapping[int, str], num_microbatches: int) -> str:
+    """What is to be known where the first axis was passed over because it has fewer samples than there are slices."""
+    short = {i: joint.values[i].sizes[0] for i, axis in axes.seeds.items() if axis}
+    if not short or min(short.values()) >= num_microbatches:
+        return ""
+    index, size = min(short.items(), key=lambda entry: entry[1])
+    limit = "such a batch cannot be split" if size == 1 else f"num_microbatches is at most {size}"
+    return f" If axis 0 of {names[index]}, of size {size}, is the batch, {limit}."
+
+
+def _gathers(joint: JointGraph, axes: BatchAxes, index: int) -> bool:
+    """Whether an op takes whole what could be had slice by slice, at no cost, so that all behind it is whole."""
+    state, value = axes.states[index], joint.values[index]
+    return state.dependence is Dependence.WHOLE and any(axes.states[i].is_inside for i in value.inputs)
 
 
 def _remedy(op: str, why: str) -> str:

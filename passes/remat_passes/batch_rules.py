@@ -37,6 +37,7 @@ class Split:
     axis: int
     outer: int = 1
     inner: int = 1
+    is_counted: bool = False  # the numbers of its rows, counted from 0 in each slice (``RowByRow``)
 
     def local_shape(self, shape: Sequence[int], length: int) -> tuple[int, ...]:
         """The shape of a slice of ``length`` samples of a tensor of ``shape``."""
@@ -83,6 +84,28 @@ class Factor:
 
 
 @dataclass(frozen=True, slots=True)
+class RowByRow:
+    """A loop in which an index of row numbers picks from (or puts into) the rows of a slice, each its own.
+
+    The whole counts them over the batch, a slice over its own rows: so they are made anew for each slice, which has its
+    rows in their order, whatever is before and behind the batch in that axis.
+    """
+
+    loop: Factor
+    numbers: int  # the operand that holds the row numbers
+
+    def align(self, place: int, split: Split, batch: int) -> Alignment | None:
+        """See ``Rule``."""
+        aligned = self.loop.align(place, split, batch)
+        own = None if aligned is None else aligned.operands[self.numbers]
+        if aligned is None or own is None or place == self.numbers:
+            return None
+        operands = list(aligned.operands)
+        operands[self.numbers] = replace(own, is_counted=True)
+        return replace(aligned, operands=tuple(operands))
+
+
+@dataclass(frozen=True, slots=True)
 class Reshape:
     """Other axes of the same elements in the same order."""
 
@@ -108,8 +131,17 @@ def _reshaped(source: Sequence[int], target: Sequence[int], split: Split, batch:
         if not before or not behind or outer % before or inner % behind:
             continue
         if size == outer // before * batch * (inner // behind):
-            return Split(axis, outer // before, inner // behind)
+            return Split(axis, outer // before, inner // behind, split.is_counted)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Row numbers, from 0 on in each slice. Numbers that count up over the batch are no slice's own."""
+
+    def align(self, place: int, split: Split, batch: int) -> Alignment | None:
+        """See ``Rule``."""
+        return Alignment((), (split,)) if split.is_counted else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +226,12 @@ def rules_of(node: fx.Node) -> tuple[Rule, ...]:
         return tuple(_REGISTERED[key](*args, **kwargs))
     name = op_name(node)
     if name in RULES and is_builtin(node):  # a custom op may be called as one of ATen's is
-        told = {"into_zeros": is_zeros(node.args[0])} if name in ACCUMULATIONS else {}
+        told: dict[str, Any] = {"into_zeros": is_zeros(node.args[0])} if name in ACCUMULATIONS else {}
+        if name in INDEXINGS:
+            told["counting"] = [_counts_along(index) for index in _indices_of(node)]
         return tuple(RULES[name](*args, **kwargs, **told))
+    if name == "iota":
+        return (Counted(),)
     if torch.Tag.pointwise in getattr(node.target, "tags", ()) or (name in POINTWISE and is_builtin(node)):
         return tuple(_pointwise(_val(node), tensor_operands(node)))
     return ()
@@ -948,11 +984,43 @@ def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> I
         yield Factor((axis, *rest), (axis,))
 
 
+# Ops that are told of each index tensor along which of its axes it counts up from 0, as ``arange(n)[:, None]`` does.
+INDEXINGS = frozenset("index _unsafe_index index_put _unsafe_index_put".split())
+
+_SAME_COUNT = frozenset("unsqueeze view _unsafe_view reshape expand clone alias detach".split())
+
+
+def _indices_of(node: fx.Node) -> list[fx.Node]:
+    """The index tensors of an indexing op."""
+    indices = node.args[1]
+    return [index for index in indices if isinstance(index, fx.Node)] if isinstance(indices, (list, tuple)) else []
+
+
+def _counts_along(node: fx.Node) -> int | None:
+    """The axis along which a tensor of the graph holds 0, 1, 2, ..., the same at all places of its other axes."""
+    axis_of: list[fx.Node] = []
+    while op_name(node) in _SAME_COUNT and is_builtin(node) and isinstance(node.args[0], fx.Node):
+        axis_of.append(node)
+        node = node.args[0]
+    start, step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
+    if op_name(node) != "iota" or not is_builtin(node) or (start, step) != (0, 1):
+        return None
+    length = _val(node).numel()
+    split = Split(0)
+    for view in reversed(axis_of):
+        found = alignments(view, 0, split, length)
+        if len(found) != 1 or not isinstance(found[0].results[0], Split):
+            return None
+        split = found[0].results[0]
+    return split.axis if (split.outer, split.inner) == (1, 1) else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Indexed:
     """Where the axes are of ``x[indices]``, with tensors of integers or ``None`` (all of that axis) in ``indices``."""
 
     tensors: list[torch.Tensor]
+    places: list[int]  # the axes of x that they index
     shape: tuple[int, ...]  # to which the tensors are broadcast
     first: int  # the place of these axes in the result
     free: list[tuple[int, int]]  # the axes without an index, in x and in the result
@@ -976,12 +1044,32 @@ def _indexed(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> _Indexe
     first = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
     rest = [axis for axis in range(x.dim()) if axis not in places]
     free = [(axis, k if k < first else k + len(shape)) for k, axis in enumerate(rest)]
-    return _Indexed(tensors, shape, first, free)
+    return _Indexed(tensors, places, shape, first, free)
 
 
 @_rule("index _unsafe_index")
-def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Iterable[Rule]:
-    return _masked_index(x, None, indices)
+def _index(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], *, counting: Sequence[int | None] = ()
+) -> Iterator[Rule]:
+    """By an index of row numbers, each row by itself too."""
+    yield from _masked_index(x, None, indices)
+    for place, row, at, k in _row_numbers(x, indices, counting):
+        own = (row, *_runs(at.tensors, at.shape, k))
+        yield RowByRow(Factor(own, (at.first + k,)), 1 + place)
+
+
+def _row_numbers(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], counting: Sequence[int | None]
+) -> Iterator[tuple[int, int, _Indexed, int]]:
+    """For each index tensor that counts the rows of ``x``: its place among them, the axis of ``x`` that it indexes, and
+    the axis of the index along which it counts."""
+    at = _indexed(x, indices)
+    for place, axis in enumerate(counting if at is not None else ()):
+        if at is None or axis is None:
+            continue
+        row, k = at.places[place], axis + len(at.shape) - at.tensors[place].dim()
+        if x.shape[row] == at.tensors[place].shape[axis] == at.shape[k]:
+            yield place, row, at, k
 
 
 @_rule("_unsafe_masked_index")
@@ -1015,8 +1103,14 @@ def _index_put(
     accumulate: bool = False,
     *,
     into_zeros: bool = False,
-) -> Iterator[Factor]:
-    return _put(x, None, indices, values, accumulate and into_zeros)
+    counting: Sequence[int | None] = (),
+) -> Iterator[Rule]:
+    """By an index of row numbers, each row by itself too."""
+    yield from _put(x, None, indices, values, accumulate and into_zeros)
+    for place, row, at, k in _row_numbers(x, indices, counting):
+        shape = _indexed_shape(x, at)
+        own = (row, *_runs(at.tensors, at.shape, k), *_runs([values], shape, at.first + k))
+        yield RowByRow(Factor(own, (row,)), 1 + place)
 
 
 @_rule("_unsafe_masked_index_put_accumulate")

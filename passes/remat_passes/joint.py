@@ -229,6 +229,8 @@ def _role(node: fx.Node) -> Role:
         return Role.TANGENT
     if "fwd_seed" in target or "fwd_base_offset" in target:
         return Role.SEED
+    if type(node.meta.get("desc")).__name__ == "ForwardTokenAOTInput":  # stands before the inputs
+        return Role.STATE
     if type(node.meta.get("val")).__name__ == "BackwardState":
         return Role.STATE
     return Role.PRIMAL

@@ -230,6 +230,8 @@ def local_arguments(
     if op_name(node) == "squeeze" and len(args) == 2 and isinstance(args[1], (list, tuple)):
         sizes = tensor_operands(node)[0].meta["val"].shape
         args[1] = [axis for axis in args[1] if sizes[cast("int", axis)] == 1]  # a slice of one sample keeps its axis
+    if op_name(node) == "iota" and isinstance(split, Split):  # counted anew in each slice (``RowByRow``)
+        args[0] = split.outer * length * split.inner
     if op_name(node) == "slice" and alignment.operands[0] is not None:
         _localise_slice(node, args, alignment.operands[0], batch, length)
     return tuple(args), kwargs

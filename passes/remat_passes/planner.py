@@ -191,7 +191,7 @@ def _why_recompute(joint: JointGraph, permission: Permission, costs: CostGraph, 
     cost, redo = costs.values[value.index], _recompute_ps(joint, costs, value)
     if redo <= cost.save_ps:
         return f"recomputing takes {format_us(_us(redo))}, writing and reading it {format_us(_us(cost.save_ps))}"
-    return f"recomputing takes {format_us(_us(redo))} and frees its bytes for the budget"
+    return f"recomputing takes {format_us(_us(redo))} and frees its bytes"
 
 
 def _why_save(permission: Permission, costs: CostGraph, joint: JointGraph, value: Value) -> str:

@@ -142,6 +142,18 @@ def _peak_values(body: PlannedBody, outer: RematPlan) -> tuple[PeakValue, ...]:
     return tuple(sorted([*inner, *held], key=lambda value: (-value.bytes, value.name)))
 
 
+def _awaited(step: SplitStep, joint: JointGraph) -> set[int]:
+    """What the loops wait for: the values that they are handed, and all that those are computed from."""
+    found: set[int] = set()
+    stack = [handed.value for loop in step.loops if loop is not None for handed in loop.handed]
+    while stack:
+        index = stack.pop()
+        if index not in found:
+            found.add(index)
+            stack.extend(joint.values[index].inputs)
+    return found
+
+
 def _microbatches(
     step: SplitStep, joint: JointGraph, names: Mapping[int, str], tangents_are_known: bool
 ) -> Microbatches:
@@ -150,6 +162,7 @@ def _microbatches(
     loops = {
         loop.level: {*loop.inside, *(made.value for made in loop.local)} for loop in step.loops if loop is not None
     }
+    awaited = _awaited(step, joint)
     values = []
     for value, state in zip(joint.values, axes.states, strict=True):
         if value.kind is OpKind.INPUT:
@@ -159,7 +172,9 @@ def _microbatches(
         axis = state.split.axis if state.split is not None and state.dependence is Dependence.SPLIT else None
         where = " and ".join(places) or NOWHERE
         kind = state.dependence.value
-        values.append(BatchValue(value.name, value.op, value.bytes, value.source, kind, axis, where, state.why))
+        is_end = state.needs_sum and value.index not in awaited  # what a sum goes into at the end couples nothing
+        why = "" if is_end else state.why
+        values.append(BatchValue(value.name, value.op, value.bytes, value.source, kind, axis, where, why))
     return Microbatches(
         batch=axes.batch,
         lengths=step.lengths,
