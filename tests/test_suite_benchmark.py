@@ -201,14 +201,13 @@ def test_summary_and_the_block_of_readme_say_the_same(tmp_path: Path) -> None:
 
 
 def test_readme_says_what_was_recorded() -> None:
-    records = read_records(RESULTS / "suite.json")
+    records = program.recorded(RESULTS / "suite.json")
     if not records:
         pytest.skip("no results of the suite were recorded")
-    ordered = [r for key in MODELS for r in records if r.model == key]
     text = (ROOT / "README.md").read_text(encoding="utf-8")
 
     _, _, rest = text.partition(f"<!-- {table.README_MARKER} -->")
-    assert rest.partition(f"<!-- /{table.README_MARKER} -->")[0] == table.readme_block(ordered)
+    assert rest.partition(f"<!-- /{table.README_MARKER} -->")[0] == table.readme_block(records)
 
 
 def test_results_are_tables_pictures_and_files(tmp_path: Path) -> None:

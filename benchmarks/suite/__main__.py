@@ -58,12 +58,17 @@ def reports(records: Sequence[Record], curves: Sequence[Curve]) -> list[Report]:
     return [summary(records), *training, *(model_report(record) for record in records)]
 
 
+def recorded(path: Path) -> tuple[Record, ...]:
+    """The records in ``path``, in the order of the list of models."""
+    records = {record.model: record for record in read_records(path)}
+    return tuple(records[key] for key in MODELS if key in records)
+
+
 def write_results(records: Sequence[Record], curves: Sequence[Curve], folder: Path) -> tuple[Record, ...]:
     """Write suite.json, suite.md, suite.svg and the curves of training into ``folder``, merged with what is there."""
     path = folder / "suite.json"
     write_records(path, records)
-    merged = {record.model: record for record in read_records(path)}
-    ordered = tuple(merged[key] for key in MODELS if key in merged)
+    ordered = recorded(path)
     if curves:
         write_curves(curves_beside(path), {curve.system: curve for curve in curves})
     kept = trained(path)
@@ -128,7 +133,7 @@ def main(
     for report in reports(records, trained(path))[: 2 if trained(path) else 1]:
         show(report, console)
     if keep:
-        write_readme(README, readme_block(read_records(RESULTS / "suite.json")))
+        write_readme(README, readme_block(recorded(RESULTS / "suite.json")))
     for into in (folder, RESULTS) if keep else (folder,):
         console.print(f"written to {into.relative_to(ROOT)}: suite.md, suite.json and suite.svg", highlight=False)
 

@@ -347,7 +347,7 @@ def module_path(node: fx.Node) -> str:
         path = path.removeprefix(root)
     for old, new in (("['", "."), ("']", ""), ("[", "."), ("]", ""), ("_modules.", "")):
         path = path.replace(old, new)
-    return str(path.removeprefix("L.").strip("."))
+    return str(path.removeprefix("L.").removeprefix("G.").strip("."))
 
 
 def source_line(node: fx.Node) -> str:

@@ -12,7 +12,7 @@ from remat_passes.units import format_bytes, format_us
 
 from .certificate import certificate_lines
 from .groups import total
-from .slices import loops_text, slices_text
+from .slices import loops_text, slices_of
 from .tables import BOLD, DIM, INDENT, NOTE, Column, Row, clean, fitted_table, labelled, paragraph, wrapped
 
 
@@ -107,7 +107,7 @@ def _recomputed(plan: RematPlan) -> str:
 def _slices(plan: RematPlan) -> str:
     split = plan.microbatches
     if split is not None:
-        return f"{split.batch} samples in {slices_text(split.lengths)}: {loops_text(split)}"
+        return f"{slices_of(split)}: {loops_text(split)}"
     num = plan.num_microbatches
     return "the batch is not split" if num == 1 else f"the batch runs in {num} slices"
 
