@@ -26,7 +26,7 @@ from torch import fx
 
 from remat_passes.cost import price
 from remat_passes.device import DeviceSpec
-from remat_passes.errors import ConfigError, RematError
+from remat_passes.errors import CannotCaptureError, ConfigError, RematError
 from remat_passes.joint import JointGraph, capture
 from remat_passes.memory import MemoryModel
 from remat_passes.plan import RematPlan
@@ -38,10 +38,6 @@ from .partitioner import RematPartitioner
 from .step_inputs import StepInputs, step_inputs
 
 AT_ONCE = 1e30  # a rate so high that what has it takes no time
-
-
-class CannotCaptureError(RematError):
-    """The script does not reach a training step that can be planned on paper."""
 
 
 @dataclass(frozen=True)

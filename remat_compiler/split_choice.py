@@ -153,8 +153,23 @@ class SplitWay:
 
     def refusal(self, budget_bytes: int) -> BudgetInfeasibleError:
         """The error for a budget that no decision meets, with the smallest peak that there is."""
-        around, projection = self.smallest.around, self.smallest.outer.chosen.projection
-        return refusal(budget_bytes, projection.peak_bytes, projection.peak_values, around.model.gradient_bytes)
+        smallest, model = self.smallest, self.smallest.around.model
+        held = self._held(smallest.around, smallest.outer.chosen)
+        inside = max(held.values(), default=0)
+        parts: list[tuple[str, int]] = list(smallest.outer.chosen.projection.peak_values)
+        if any(held[name] + size >= smallest.peak_bytes for name, size in self._inner(smallest).items()):
+            parts = [
+                ("parameters, buffers and inputs", model.baseline_bytes),
+                ("what is held around the loop", inside - model.baseline_bytes),
+                ("one micro-batch", smallest.peak_bytes - inside),
+            ]
+        return refusal(budget_bytes, smallest.peak_bytes, parts, model.gradient_bytes)
+
+    def _inner(self, choice: SplitChoice) -> dict[str, int]:
+        """What each body takes above what is held when it is called, in bytes."""
+        names = {self.staged.joint.values[i].name: (name, i) for i, (name, _) in self.calls.items()}
+        called = choice.around.model.called_bytes
+        return {name: called[i] for name, i in names.values()}
 
     def frontier(self, choice: SplitChoice) -> list[tuple[int, int, int]]:
         """What was considered where the activations are: peak and saved bytes, and the time of the step."""

@@ -124,6 +124,14 @@ class Weighing:
             return self.full.bound_ps(self._limit_unsplit(limit_bytes))
         return self.split_way(way).bound_ps(limit_bytes)
 
+    def rough_bound_ps(self, way: Way, limit_bytes: int) -> int:
+        """A lower one that needs no look. Slices that save so much each save no more than that many times it together,
+        and compute again at least what the whole step would that saves as much."""
+        baseline = self.full.model.baseline_bytes
+        room = way.num_slices * max(0, limit_bytes - baseline)
+        bound_ps = self.full.bound_ps(baseline + room) if way.part == "step" else None
+        return bound_ps or self.full.time_ps(self.full.fastest)
+
     def search(self, way: Way, limit_bytes: int) -> Found | None:
         """The fastest plan within the limit, where there is one."""
         if way == UNSPLIT:

@@ -511,7 +511,8 @@ def test_dropout_is_the_same_in_every_pass() -> None:
 def test_a_step_with_ops_that_are_called_as_copies_are() -> None:
     program = Program(Namesakes, lambda: (rows(256, 32, requires_grad=False),))
     [truth] = run_eager(program)
-    run = run_at(program, smallest_peak(program), num_steps=1)
+    budget = smallest_peak(program, num_microbatches=1)
+    run = run_at(program, budget, num_steps=1, num_microbatches=1)
 
     assert "addmm_pass1_pass1" in copies(run.plan)
     assert_same(run.outcomes[0], truth, FP64)

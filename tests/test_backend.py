@@ -832,12 +832,12 @@ def test_fallback_does_nothing_where_nothing_is_wrong(made: PlansMade) -> None:
 # -- plans and their files
 
 
-def test_notes_say_what_auto_means() -> None:
+def test_the_number_of_slices_is_weighed_with_a_budget_and_only_then() -> None:
     [plan] = plans_of(memory_budget="100%")
-    assert any("num_microbatches" in note and "auto" in note for note in plan.notes)
+    assert len(plan.candidates) > 1
 
-    [plan] = plans_of()
-    assert not any("num_microbatches" in note for note in plan.notes)
+    [plan] = plans_of(num_microbatches="auto")
+    assert (plan.num_microbatches, plan.candidates) == (1, ())
 
 
 def plans_of(program: Program | None = None, **options: object) -> Sequence[RematPlan]:
@@ -911,7 +911,8 @@ def test_a_plan_says_what_forward_hands_to_backward(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(RematPartitioner, "__call__", recording)
     program = regression()
-    plans = [run_at(program, budget).plan for budget in (None, smallest_peak(program))]
+    smallest = smallest_peak(program, num_microbatches=1)
+    plans = [run_at(program, budget, num_microbatches=1).plan for budget in (None, smallest)]
 
     for plan, names in zip(plans, handed, strict=True):
         assert {value.name for value in plan.values if value.decision == "save"} <= names

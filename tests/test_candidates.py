@@ -33,6 +33,9 @@ class Model:
         found = self.best(candidate, limit_bytes)
         return None if found is None else round(self.fastest(candidate).time_ps * 0.5 + found.time_ps * 0.5)
 
+    def rough_bound_ps(self, candidate: int, limit_bytes: int) -> int:
+        return self.work_ps
+
     def search(self, candidate: int, limit_bytes: int) -> Found | None:
         self.searches += 1
         return self.best(candidate, limit_bytes)

@@ -982,7 +982,7 @@ def inductor_steps(*budgets: str) -> str:
         from torch._dynamo.utils import counters
         for budget in ({", ".join(budgets)}):
             counters.clear()
-            held = step(lowering="inductor", memory_budget=budget)
+            held = step(lowering="inductor", memory_budget=budget, num_microbatches=1)
             served = counters["inductor"]["fxgraph_cache_hit"]
             print(json.dumps([remat_compiler.plans()[-1].saved_bytes, held, served]))
     """
@@ -994,7 +994,7 @@ def test_r15_each_budget_gets_its_own_plan_with_all_caches_on(tmp_path: Path) ->
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
 
     [first] = map(json.loads, run_script(inductor_steps("None,"), tmp_path, **cache).splitlines())
-    other_process = inductor_steps("smallest_peak(lowering='inductor')", "None")
+    other_process = inductor_steps("smallest_peak(lowering='inductor', num_microbatches=1)", "None")
     tight, again = map(json.loads, run_script(other_process, tmp_path, **cache).splitlines())
 
     loose_bytes, loose_held, _ = first

@@ -127,6 +127,7 @@ def test_json_of_a_file_is_an_object_and_of_a_folder_an_array(tmp_path: Path) ->
         "gap": 0.04,
         "inductor_peak_bytes": 600 * MIB,
         "inductor_step_us": 10_000.0,
+        "candidates": [],
     }
     assert record["points"][1] == {
         "peak_bytes": 600 * MIB,
@@ -137,6 +138,7 @@ def test_json_of_a_file_is_an_object_and_of_a_folder_an_array(tmp_path: Path) ->
         "us_per_mib": 25.0,
         "chosen": False,
         "plain_inductor": True,
+        "way": "unsplit",
     }
     assert [point["chosen"] for point in record["points"]] == [False, False, False, True, False]
 
@@ -157,6 +159,7 @@ def test_csv_has_a_header_and_a_line_a_point(tmp_path: Path) -> None:
         "us_per_mib": "14.375",
         "chosen": "1",
         "plain_inductor": "0",
+        "way": "unsplit",
     }
     assert rows[1]["saved_bytes"] == ""
 

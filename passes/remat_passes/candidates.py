@@ -20,6 +20,8 @@ from typing import Generic, Protocol, TypeVar
 # The part of a step that another number of slices has to promise to be searched: the cost model does not resolve less
 # (docs/decisions/0010-slices-and-cut-together.md).
 RESOLUTION = 0.005
+# The part of a step that a whole ladder has to promise: a second body is built for each of its candidates.
+WORTH_BUILDING = 0.02
 # The longest slices of two neighbours on the ladder differ by this factor or one sample: 25 candidates for a batch of
 # 1024.
 RUNG = 1.25
@@ -62,6 +64,9 @@ class Outlook(Protocol[Asked]):
     def fastest(self, candidate: Asked) -> Found:
         """The plan that spends no time on memory."""
 
+    def rough_bound_ps(self, candidate: Asked, limit_bytes: int) -> int:
+        """A time that no plan within the limit is below, had without looking at the candidate itself."""
+
     def bound_ps(self, candidate: Asked, limit_bytes: int) -> int | None:
         """A time that no plan within the limit is below; ``None`` where it is known that there is no plan."""
 
@@ -81,8 +86,9 @@ def weigh(
     """
     weighing = _Weighing(outlook, limit_bytes)
     if not weighing.is_settled_by(ladders[0][0], [c for ladder in ladders for c in ladder][1:]):
-        for ladder in ladders:
-            weighing.weigh_ladder(ladder)
+        weighing.weigh_ladder(ladders[0])
+        for ladder in ladders[1:]:
+            weighing.weigh_other(ladder)
     chosen = weighing.best[0] if weighing.best is not None else None
     return chosen, tuple(weighing.weighed(c) for ladder in ladders for c in ladder)
 
@@ -91,6 +97,7 @@ class _Weighing(Generic[C]):
     def __init__(self, outlook: Outlook[C], limit_bytes: int) -> None:
         self.outlook, self.limit_bytes = outlook, limit_bytes
         self.best: tuple[C, Found] | None = None
+        self.floor_ps = 0
         self.found: dict[C, Found] = {}
         self.verdicts: dict[C, str] = {}
 
@@ -101,7 +108,7 @@ class _Weighing(Generic[C]):
 
     def is_settled_by(self, first: C, others: Sequence[C]) -> bool:
         """Whether the step as it is can be had at hardly any cost: any other candidate takes longer than it may."""
-        floor_ps = self.outlook.fastest(first).time_ps
+        self.floor_ps = floor_ps = self.outlook.fastest(first).time_ps
         bound_ps = self.outlook.bound_ps(first, self.limit_bytes)
         if bound_ps is None or bound_ps * (1 - RESOLUTION) > floor_ps:
             return False
@@ -111,26 +118,52 @@ class _Weighing(Generic[C]):
             self.verdicts[candidate] = "not looked at: the budget costs the chosen one hardly any time"
         return True
 
-    def weigh_ladder(self, ladder: Sequence[C]) -> None:
+    def weigh_other(self, ladder: Sequence[C]) -> None:
+        """Another ladder, where the one before leaves so much to be won."""
+        if self.best is not None and self.floor_ps > (1 - WORTH_BUILDING) * self.best[1].time_ps:
+            for candidate in ladder:
+                self.verdicts[candidate] = "not looked at: the budget costs the chosen one little time"
+            return
+        self.weigh_ladder(ladder, stops_at_bound=True)
+
+    def weigh_ladder(self, ladder: Sequence[C], *, stops_at_bound: bool = False) -> None:
+        """Weigh a ladder from the fewest slices that do without recompute downwards.
+
+        Args:
+            ladder: the candidates, by rising number of slices.
+            stops_at_bound: fewer slices promise no more than the first that promises too little.
+        """
         start = bisect.bisect_left(ladder, True, key=self._fits_fastest)
         for candidate in ladder[start + 1 :]:
             self.verdicts[candidate] = "more slices than are needed to do without recompute"
         if start < len(ladder):
             self._take(ladder[start], self.outlook.fastest(ladder[start]))
         for position in reversed(range(start)):
-            if not self._goes_on(ladder, position, can_do_without=start < len(ladder)):
+            if self._promises(ladder[position]):
+                if not self._goes_on(ladder, position, can_do_without=start < len(ladder)):
+                    return
+            elif stops_at_bound:
+                for fewer in ladder[:position]:
+                    self.verdicts[fewer] = self.verdicts[ladder[position]]
                 return
+
+    def _promises(self, candidate: C) -> bool:
+        """Whether a plan of it could be clearly faster than the best one."""
+        if candidate in self.found:
+            return True
+        if self._is_worth(self.outlook.rough_bound_ps(candidate, self.limit_bytes)):
+            bound_ps = self.outlook.bound_ps(candidate, self.limit_bytes)
+            if bound_ps is None or self._is_worth(bound_ps):
+                return True
+        self.verdicts[candidate] = "no plan within the budget is clearly faster than the chosen one"
+        return False
 
     def _goes_on(self, ladder: Sequence[C], position: int, *, can_do_without: bool) -> bool:
         """Look at one candidate that has to recompute; whether those in fewer slices are worth a look."""
         candidate = ladder[position]
         if candidate in self.found:
             return True
-        bound_ps = self.outlook.bound_ps(candidate, self.limit_bytes)
-        if bound_ps is not None and self.best is not None and not self._is_worth(bound_ps):
-            self.verdicts[candidate] = "no plan within the budget is clearly faster than the chosen one"
-            return True
-        if bound_ps is None or not self._search(candidate):
+        if self.outlook.bound_ps(candidate, self.limit_bytes) is None or not self._search(candidate):
             for fewer in ladder[: position + 1]:
                 self.verdicts[fewer] = "the budget cannot be met"
             return False

@@ -37,6 +37,10 @@ class CannotSplitError(RematError):
     """The step cannot be split into micro-batches without changing what it computes."""
 
 
+class CannotCaptureError(RematError):
+    """A script does not reach a training step that can be planned on paper."""
+
+
 class CannotPartitionError(RematError):
     """A value that backward needs can be neither saved nor recomputed."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .batch import BatchAxes, batch_axes, batch_inputs, batch_values, before_tail
-from .joint import JointGraph, Side
+from .joint import JointGraph, Side, Value
 
 # A tail is worth slices of its own where its product makes what it reads so much larger.
 GROWTH = 2
@@ -64,18 +64,20 @@ def _seeds(joint: JointGraph, start: int) -> Iterator[tuple[dict[int, int], int]
         if value.index != start and before.intersection(value.inputs):
             before.add(value.index)
     of_batch = batch_values(joint) | set(batch_inputs(joint))
-    beside = [
-        value
-        for value in joint.values
-        if value.index in of_batch - before and value.side is not Side.BACKWARD and value.sizes and value.dtype
-    ]
-    sizes = [value.sizes[0] for value in beside if value.sizes[0] > 1 and rows % value.sizes[0] == 0]
-    for batch in dict.fromkeys(sorted([rows, *sizes], reverse=True)):
+    beside = of_batch - before
+    sizes = [joint.values[i].sizes[0] for i in beside if joint.values[i].sizes]
+    finer = [size for size in sizes if size > 1 and rows % size == 0]
+    for batch in dict.fromkeys(sorted([rows, *finer], reverse=True)):
         seeds, reached = {start: 0}, {start}
-        for value in beside:
+        for value in joint.values:
             if reached.intersection(value.inputs):
                 reached.add(value.index)
-            elif value.sizes[0] % batch == 0 and value.index != start:
+            elif value.index in beside and _has_rows(value, batch):
                 seeds[value.index] = 0
                 reached.add(value.index)
         yield seeds, batch
+
+
+def _has_rows(value: Value, batch: int) -> bool:
+    is_early = value.side is not Side.BACKWARD and value.dtype is not None
+    return is_early and bool(value.sizes) and value.sizes[0] > 0 and value.sizes[0] % batch == 0

@@ -67,7 +67,7 @@ def main() -> None:
 
 @main.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("--budget", metavar="SIZE", help="Peak memory of a step: 8GiB, 512MiB, 60% (of Inductor's) or auto.")
-@click.option("--microbatches", metavar="N", help="Slices that the batch runs in, or auto (1 in this version).")
+@click.option("--microbatches", metavar="N", help="Slices that the batch runs in, or auto: as many as suit the budget.")
 @click.option("--dump-dir", metavar="DIR", help="Folder to write the plans to, for 'remat dump', 'explain' and 'diff'.")
 @click.option("--format", "form", type=TEXT_OR_JSON, default="text", help="How to print the plans.  [default: text]")
 @click.argument("script", metavar="TRAIN.py")
@@ -92,7 +92,7 @@ def run_command(
     sys.exit(run_training(script, arguments, Settings(budget, microbatches, dump_dir), form))
 
 
-@main.command("plan", context_settings={"allow_interspersed_args": False})
+@main.command("plan")
 @click.option("--budget", metavar="SIZE", help="Peak memory of a step: 24GiB, 60% (of Inductor's) or auto.")
 @click.option(
     "--device",
@@ -119,13 +119,14 @@ def plan_command(
 
     TRAIN.py runs on paper up to its first backward: its tensors have a shape and no contents, so a model of billions
     of parameters takes no memory here. With TRAIN.py:step the function step() is called, without arguments; it makes
-    one training step, or returns what to compile and its arguments as a tuple. Exit code 1 where it does not fit.
+    one training step, or returns what to compile and its arguments as a tuple. Options for the script stand behind
+    --. Exit code 1 where it does not fit.
 
     \b
     Example:
-      remat plan --device rtx4090 train.py --batch 16
-      remat plan --device rtx4090 --device h200 --sweep train.py
-      remat plan --device h200 --sweep train.py:step
+      remat plan train.py --budget 24GiB --device rtx4090
+      remat plan train.py --device rtx4090 --device h200 --sweep
+      remat plan train.py:step --device h200 -- --batch 16
     """
     sys.exit(plan_training(question(script, arguments, budget, devices, microbatches, sweep), form))
 
