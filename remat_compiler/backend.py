@@ -133,9 +133,12 @@ def _hint(module: fx.GraphModule, options: Options) -> str:
             ' batch_norm="per_microbatch" (REMAT_BATCH_NORM) takes each micro-batch by itself, as an accumulation loop'
             " does."
         )
-    if not options.num_microbatches_auto and options.num_microbatches == 1:
-        return ' num_microbatches is 1: with "auto" (REMAT_NUM_MICROBATCHES) the batch may run in slices.'
-    return ""
+    if options.num_microbatches_auto:
+        return ""
+    return (
+        f' num_microbatches is {options.num_microbatches}: with "auto" (REMAT_NUM_MICROBATCHES) the batch may run in'
+        " more slices."
+    )
 
 
 def _compiled_in(
@@ -195,10 +198,20 @@ def _spec(options: Options, inputs: Sequence[Any]) -> DeviceSpec:
     """The device whose prices count: the named one, else the one that the graph's inputs are on."""
     cuda = _cuda_device(inputs)
     cache_dir = default_cache_dir(os.environ)
+    if cuda is not None:
+        _fill_library_workspaces(cuda)
     if cuda is None:
         return device_spec(options.device_spec, "cpu", None, None, cache_dir)
     properties = torch.cuda.get_device_properties(cuda)
     return device_spec(options.device_spec, "cuda", properties.name, properties.total_memory, cache_dir)
+
+
+def _fill_library_workspaces(cuda: torch.device) -> None:
+    """Let cuBLAS allocate its workspaces now, one for each thread that computes (32 MiB each on Hopper): they stay, so
+    they belong to what is allocated before the step."""
+    with torch_private.outside_of_tracing(), torch.enable_grad():
+        ones = torch.ones(16, 16, device=cuda, requires_grad=True)
+        (ones @ ones).sum().backward()
 
 
 def _cuda_device(inputs: Sequence[Any]) -> torch.device | None:
