@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from remat_passes.device import DeviceSpec
-from remat_passes.errors import BudgetInfeasibleError, ConfigError, RematError, nearest
+from remat_passes.errors import BudgetInfeasibleError, ConfigError, RematError, RematWarning, nearest
 
 from . import torch_private
 from .batch_norm import by_group, group_counts, refuse_batch_norm
@@ -155,7 +155,22 @@ def _compiled_in(
         module, known = _with_batch_norm_by_group(module, known, options)
     unsplit = torch_private.copy_of(module) if options.verify else None
     compiled, partitioner = _compile(module, inputs, inductor_options, options, spec, known)
+    if options.memory_budget is not None or options.num_microbatches > 1:
+        _warn_of_last_version()
     return _Attempt(compiled, partitioner, unsplit, known)
+
+
+def _warn_of_last_version() -> None:
+    """Say so where torch.compile will run the next other batch size by itself, without remat."""
+    if torch_private.num_versions_left() > 0:
+        return
+    warnings.warn(
+        "torch.compile makes no more versions of this step (torch._dynamo.config.recompile_limit): a batch of yet"
+        " another size will run in eager mode, without remat and its budget. Pad batches to a few sizes, leave out the"
+        " last one of an epoch (drop_last=True), or raise the limit.",
+        RematWarning,
+        stacklevel=2,
+    )
 
 
 def _compile(

@@ -25,7 +25,7 @@ from remat_passes.device import DeviceSpec
 from remat_passes.errors import BudgetInfeasibleError, CannotSplitError
 from remat_passes.joint import JointGraph
 from remat_passes.memory import MemoryModel
-from remat_passes.plan import RematPlan, StepCandidate
+from remat_passes.plan import RematPlan
 from remat_passes.planner import Setting
 from remat_passes.search import Candidate, Choice
 from remat_passes.tail import find_tail
@@ -55,14 +55,6 @@ class Decided:
     plan: RematPlan
     joint_text: str = ""
     planning_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A way to run the step that an earlier trial took, and what it had weighed."""
-
-    way: Way
-    candidates: tuple[StepCandidate, ...]
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         correction: str | None = None,
         inputs: StepInputs = NOTHING_KNOWN,
         device_type: str | None = None,
-        taken: Taken | None = None,
+        limits: Mapping[Way, int] | None = None,
     ) -> None:
         self.options = options
         self.device_type = device_type  # whose memory counts, where it is not the device of the trace
@@ -117,7 +109,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         self.inputs = inputs
         self.limit_bytes = limit_bytes  # the highest projected peak to accept, where a trial has shown a better one
         self.correction = correction  # what that trial has shown, for the plan's notes
-        self.taken = taken  # how that trial ran the step
+        self.limits = dict(limits or {})  # the same of the ways to run the step that were tried
         self.why_not = ""  # the step runs in no other number of slices
         self.made: list[Made] = []
         self.table_hashes: list[str] = []  # of the measured times that each graph was priced with
@@ -162,7 +154,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         elif self.options.num_microbatches_auto and step.budget_bytes is not None:
             decided = self._weighed(step)
         else:
-            decided = self._unsplit(step, full.search(step.budget_bytes, self.limit_bytes))
+            decided = self._unsplit(step, full.search(step.budget_bytes, self._limit_of(UNSPLIT)))
         corrected = (self.correction, *decided.plan.notes) if self.correction else decided.plan.notes
         plan = replace(decided.plan, notes=corrected)
         return replace(decided, plan=plan, joint_text=text, planning_seconds=time.perf_counter() - start)
@@ -177,7 +169,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Inductor's cache key: all that a plan depends on."""
-        settings = f"{self.limit_bytes} {self.taken} {self.inputs} {torch_private.reuses_saved_values()}"
+        settings = f"{self.limit_bytes} {self.limits} {self.inputs} {torch_private.reuses_saved_values()}"
         parts = (self.options.identity(), repr(self.spec), settings, torch.__version__, _source_hash())
         return hashlib.sha256("\n".join((*parts, *self.table_hashes)).encode()).hexdigest()
 
@@ -201,6 +193,9 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         plan = step.full.plan(choice, self._setting(step), self.spec)
         return Decided(step.gm, step.full.joint, choice.chosen, UNSPLIT, plan)
 
+    def _limit_of(self, way: Way) -> int | None:
+        return self.limits.get(way, self.limit_bytes)
+
     # -- micro-batches
 
     def _look(self, step: _Step, way: Way, axes: BatchAxes) -> SplitWay:
@@ -211,7 +206,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
     def _split(self, step: _Step, way: Way, axes: BatchAxes) -> Decided:
         """The step run in this way."""
         split_way = self._look(step, way, axes)
-        return self._carried_out(step, way, split_way, split_way.decide(step.budget_bytes, self.limit_bytes))
+        return self._carried_out(step, way, split_way, split_way.decide(step.budget_bytes, self._limit_of(way)))
 
     def _carried_out(self, step: _Step, way: Way, split_way: SplitWay, choice: SplitChoice) -> Decided:
         setting = self._setting(step)
@@ -221,14 +216,17 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
 
     def _weighed(self, step: _Step) -> Decided:
         """The step in as many slices as suit its budget best."""
-        assert step.budget_bytes is not None
-        axes = self._axes(step)
-        if self.taken is not None:
-            return self._again(step, self.taken, axes)
-        weighing = Weighing(step.full, ladders(axes), lambda way: self._look(step, way, axes[way.part]))
-        decision = weighing.weigh(step.budget_bytes if self.limit_bytes is None else self.limit_bytes)
+        budget_bytes, axes = step.budget_bytes, self._axes(step)
+        assert budget_bytes is not None
+
+        def limit_bytes(way: Way) -> int:
+            limit = self._limit_of(way)
+            return budget_bytes if limit is None else limit
+
+        weighing = Weighing(step.full, ladders(axes), lambda way: self._look(step, way, axes[way.part]), limit_bytes)
+        decision = weighing.weigh()
         if decision is None:
-            refused = weighing.refusal(step.budget_bytes)
+            refused = weighing.refusal(budget_bytes)
             text = f"{refused} {self.why_not}".strip()
             raise BudgetInfeasibleError(text, refused.budget_bytes, refused.smallest_bytes)
         decided = self._taken(step, weighing, decision)
@@ -243,14 +241,6 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         if isinstance(decision.choice, SplitChoice):
             return self._carried_out(step, decision.way, weighing.split_way(decision.way), decision.choice)
         return self._unsplit(step, decision.choice)
-
-    def _again(self, step: _Step, taken: Taken, axes: Mapping[Part, BatchAxes]) -> Decided:
-        """The way of an earlier trial, under another limit."""
-        if taken.way == UNSPLIT:
-            decided = self._unsplit(step, step.full.search(step.budget_bytes, self.limit_bytes))
-        else:
-            decided = self._split(step, taken.way, axes[taken.way.part])
-        return replace(decided, plan=replace(decided.plan, candidates=taken.candidates))
 
     def _axes(self, step: _Step) -> dict[Part, BatchAxes]:
         """What of the step can run in slices."""

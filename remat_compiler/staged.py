@@ -84,6 +84,16 @@ class Staged:
         """The hull of saved bytes and time, coarsely: its bound on the time of plans that save little."""
         return coarse_sweep(self.problem, MAX_CUTS_OF_BOUND)
 
+    @property
+    def hull_plans(self) -> list[Candidate]:
+        """The vertices of the hull that no faster one beats in peak, replayed."""
+        kept: list[Candidate] = []
+        for cut in self.hull.vertices:
+            candidate = Candidate(cut, self.model.project(cut))
+            if not kept or candidate.projection.peak_bytes < kept[-1].projection.peak_bytes:
+                kept.append(candidate)
+        return kept
+
     def bound_ps(self, limit_bytes: int) -> int | None:
         """A time of the whole graph that no plan within the limit is below, because all that is saved is alive between
         forward and backward; ``None`` where there is no plan."""

@@ -194,6 +194,13 @@ def fix_sizes(inputs: Sequence[Any]) -> None:
             int(entry)
 
 
+def num_versions_left() -> int:
+    """How many more versions of the function that is compiled now torch.compile will make."""
+    compile_id = CompileContext.current_compile_id()
+    made = 1 if compile_id is None else (compile_id.frame_compile_id or 0) + 1
+    return int(torch._dynamo.config.recompile_limit) - made
+
+
 def calls_of(graph: fx.Graph) -> dict[int, str]:
     """The calls of graphs by name: their place among the nodes, and whom they call."""
     target = call_subgraph()

@@ -23,8 +23,9 @@ from remat_passes.units import format_bytes
 
 from . import torch_private
 from .options import Options
-from .partitioner import RematPartitioner, Taken
+from .partitioner import RematPartitioner
 from .step_inputs import StepInputs
+from .weighing import Way
 
 # How often a graph is planned for its budget. The error of the prediction is nearly the same for all plans of a graph,
 # so the second trial mostly fits; kernels that stay the same come out of Inductor's cache.
@@ -42,10 +43,9 @@ class _Trial:
     is_smallest: bool
 
     @property
-    def taken(self) -> Taken | None:
-        """How the step runs, where that was free."""
-        made = self.partitioner.made
-        return Taken(made[0].way, made[0].plan.candidates) if len(made) == 1 and made[0].plan.candidates else None
+    def way(self) -> Way:
+        """How the step runs."""
+        return self.partitioner.made[0].way
 
     @property
     def excess_bytes(self) -> int:
@@ -68,31 +68,27 @@ def compile_within_budget(
         BudgetInfeasibleError: the smallest plan's code, too, allocates more than the budget.
     """
     correction: str | None = None
+    limits: dict[Way, int] = {}  # the error of the prediction is that of a way to run the step
 
-    def compiled(limit_bytes: int | None, taken: Taken | None = None, *, is_smallest: bool = False) -> _Trial:
-        partitioner = RematPartitioner(options, spec, limit_bytes, correction, known, taken=taken)
+    def compiled(limit_bytes: int | None, *, is_smallest: bool = False) -> _Trial:
+        own_limits = {} if is_smallest else limits
+        partitioner = RematPartitioner(options, spec, limit_bytes, correction, known, limits=own_limits)
         own = module if options.memory_budget is None else torch_private.copy_of(module)
         seen = partitioner.compiled
         code = torch_private.compile_with_inductor(own, inputs, inductor_options, partitioner, seen)
         return _Trial(code, partitioner, _read_plan(partitioner), is_smallest)
 
     def trial(limit_bytes: int | None) -> _Trial:
-        """The fastest plan within the limit, run as the last one was; the smallest one where there is none."""
-        if tried and tried[-1].taken is not None:
-            try:
-                return compiled(limit_bytes, tried[-1].taken)
-            except BudgetInfeasibleError:
-                pass  # in more slices, perhaps
+        """The fastest plan within the limits; the smallest one where there is none."""
         try:
             return compiled(limit_bytes)
         except BudgetInfeasibleError as refused:
             return compiled(refused.smallest_bytes, is_smallest=True)
 
-    limit_bytes: int | None = None
     fitting: _Trial | None = None
     tried: list[_Trial] = []
-    while limit_bytes != 0 and len(tried) < MAX_TRIALS:
-        tried.append(trial(limit_bytes))
+    while len(tried) < MAX_TRIALS:
+        tried.append(trial(None))
         last = tried[-1]
         if last.plan is None:
             return last.code, last.partitioner
@@ -101,13 +97,23 @@ def compile_within_budget(
             fitting = last
         elif fitting is not None or last.is_smallest:
             break
-        limit_bytes = _next_limit_bytes(last.plan, tried)
+        limits[last.way] = _next_limit_bytes(last.plan, [t for t in tried if t.way == last.way])
+        if limits[last.way] == 0:
+            break
     if fitting is None:
-        last = tried[-1] if tried[-1].is_smallest else trial(0)
+        last = tried[-1] if tried[-1].is_smallest else _last_resort(trial, limits, tried)
         if last.excess_bytes > 0:
             raise _refusal(last)
         fitting = last
     return fitting.code, fitting.partitioner
+
+
+def _last_resort(trial: Callable[[int | None], _Trial], limits: dict[Way, int], tried: Sequence[_Trial]) -> _Trial:
+    """A plan that leaves twice the largest error seen; the smallest one where that is still too large."""
+    budget_bytes = (tried[-1].plan.budget_bytes if tried[-1].plan else None) or 0
+    limits.clear()
+    last = trial(max(0, budget_bytes - 2 * max(t.excess_bytes for t in tried)))
+    return last if last.is_smallest or last.excess_bytes <= 0 else trial(0)
 
 
 def _next_limit_bytes(plan: RematPlan, tried: Sequence[_Trial]) -> int:

@@ -61,8 +61,14 @@ def ladders(axes: Mapping[Part, BatchAxes]) -> list[list[Way]]:
 class Weighing:
     """The ways to run one step, each looked at once."""
 
-    def __init__(self, full: Staged, ways: Sequence[Sequence[Way]], look: Callable[[Way], SplitWay]) -> None:
-        self.full, self.ways, self._look = full, ways, look
+    def __init__(
+        self,
+        full: Staged,
+        ways: Sequence[Sequence[Way]],
+        look: Callable[[Way], SplitWay],
+        limit_bytes: Callable[[Way], int],
+    ) -> None:
+        self.full, self.ways, self._look, self.limit_bytes = full, ways, look, limit_bytes
         self._looked: dict[Way, SplitWay] = {}
         self._choices: dict[Way, Choice | SplitChoice] = {}
 
@@ -72,22 +78,23 @@ class Weighing:
             self._looked[way] = self._look(way)
         return self._looked[way]
 
-    def weigh(self, limit_bytes: int) -> Decision | None:
-        """The fastest way within the limit, where there is one."""
-        chosen, weighed = weigh(self.ways, self, limit_bytes)
-        chosen = chosen or self._smallest_within(limit_bytes)
+    def weigh(self) -> Decision | None:
+        """The fastest way within its limit, where there is one."""
+        chosen, weighed = weigh(self.ways, self)
+        chosen = chosen or self._smallest_within()
         if chosen is None:
             return None
         if chosen not in self._choices:  # its plan without recompute fits: the search has it, with all beside it
-            self.search(chosen, limit_bytes)
+            self.search(chosen)
         candidates = tuple(self._candidate(entry, is_chosen=entry.candidate == chosen) for entry in weighed)
-        others = tuple(point for way in self._choices if way != chosen for point in self._points(way))
+        seen = dict.fromkeys((UNSPLIT, *self._choices))
+        others = tuple(point for way in seen if way != chosen for point in self._points(way))
         return Decision(chosen, self._choices[chosen], candidates, others)
 
-    def _smallest_within(self, limit_bytes: int) -> Way | None:
+    def _smallest_within(self) -> Way | None:
         """The way with the lowest peak, where that is within the limit."""
         way = min(self._last, key=self._smallest_bytes)
-        if self._smallest_bytes(way) > limit_bytes:
+        if self._smallest_bytes(way) > self.limit_bytes(way):
             return None
         self._choices[way] = self.full.smallest if way == UNSPLIT else self.split_way(way).smallest
         return way
@@ -118,37 +125,37 @@ class Weighing:
         fastest = self.split_way(way).fastest
         return Found(fastest.time_ps, fastest.peak_bytes)
 
-    def bound_ps(self, way: Way, limit_bytes: int) -> int | None:
+    def bound_ps(self, way: Way) -> int | None:
         """A time that no plan within the limit is below; ``None`` where it is known that there is no plan."""
         if way == UNSPLIT:
-            return self.full.bound_ps(self._limit_unsplit(limit_bytes))
-        return self.split_way(way).bound_ps(limit_bytes)
+            return self.full.bound_ps(self._limit_unsplit())
+        return self.split_way(way).bound_ps(self.limit_bytes(way))
 
-    def rough_bound_ps(self, way: Way, limit_bytes: int) -> int:
+    def rough_bound_ps(self, way: Way) -> int:
         """A lower one that needs no look. Slices that save so much each save no more than that many times it together,
         and compute again at least what the whole step would that saves as much."""
         baseline = self.full.model.baseline_bytes
-        room = way.num_slices * max(0, limit_bytes - baseline)
+        room = way.num_slices * max(0, self.limit_bytes(way) - baseline)
         bound_ps = self.full.bound_ps(baseline + room) if way.part == "step" else None
         return bound_ps or self.full.time_ps(self.full.fastest)
 
-    def search(self, way: Way, limit_bytes: int) -> Found | None:
+    def search(self, way: Way) -> Found | None:
         """The fastest plan within the limit, where there is one."""
         if way == UNSPLIT:
-            choice = self.full.search_within(self._limit_unsplit(limit_bytes))
+            choice = self.full.search_within(self._limit_unsplit())
             if choice is None:
                 return None
             self._choices[way] = choice
             return _found(self.full, choice.chosen)
-        split = self.split_way(way).search(limit_bytes)
+        split = self.split_way(way).search(self.limit_bytes(way))
         if split is None:
             return None
         self._choices[way] = split
         return Found(split.time_ps, split.peak_bytes)
 
-    def _limit_unsplit(self, limit_bytes: int) -> int:
+    def _limit_unsplit(self) -> int:
         """Never more than plain Inductor needs."""
-        return min(limit_bytes, self.full.inductor.projection.peak_bytes)
+        return min(self.limit_bytes(UNSPLIT), self.full.inductor.projection.peak_bytes)
 
     def _candidate(self, weighed: Weighed[Way], *, is_chosen: bool) -> StepCandidate:
         found = self._found(weighed.candidate) if is_chosen else weighed.found
@@ -169,11 +176,13 @@ class Weighing:
         return _found(self.full, choice.chosen)
 
     def _points(self, way: Way) -> list[FrontierPoint]:
-        choice = self._choices[way]
+        choice = self._choices.get(way)
         if isinstance(choice, SplitChoice):
             points = self.split_way(way).frontier(choice)
         else:
-            points = [(c.projection.peak_bytes, c.cut.saved_bytes, self.full.time_ps(c)) for c in choice.frontier]
+            # A step that was not searched unsplit is drawn by the hull that has bounded it.
+            plans = self.full.hull_plans if choice is None else choice.frontier
+            points = [(c.projection.peak_bytes, c.cut.saved_bytes, self.full.time_ps(c)) for c in plans]
         return [
             FrontierPoint(peak, saved, round(time_ps / PS_PER_US, 3), False, way.num_slices, way.part)
             for peak, saved, time_ps in points

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 
 import remat_compiler
 from remat_compiler import BudgetInfeasibleError
+from remat_compiler.partitioner import RematPartitioner
 from remat_compiler.plan_log import measured_peaks
+from remat_compiler.weighing import UNSPLIT, Way
 from remat_passes.plan import RematPlan
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -191,3 +194,32 @@ def test_symbolic_sizes_are_fixed_where_the_budget_asks_for_slices() -> None:
     plan = remat_compiler.plans()[-1]
     assert not plan.symbols
     assert plan.num_microbatches > 1
+
+
+def test_the_last_version_that_torch_compile_makes_is_a_warning() -> None:
+    program = deep()
+    torch._dynamo.reset()
+    options = {"lowering": "eager", "memory_budget": "8GiB"}
+    call = torch.compile(program.module(), backend="remat", dynamic=False, options=options)
+    x, y = program.arguments()
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for size in (8, 7):
+            call(x[:size], y[:size]).backward()
+        with pytest.warns(remat_compiler.RematWarning, match="recompile_limit"):
+            call(x[:6], y[:6]).backward()
+
+
+def test_an_error_of_one_way_is_not_held_against_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit that a trial lowers is that of the way it was made for."""
+    program = deep()
+    plan = planned(program, "60%")
+    limits = {UNSPLIT: 0, Way("step", plan.num_microbatches): 0}
+    original = RematPartitioner.__init__
+
+    def with_limits(self: RematPartitioner, *arguments: Any, **keywords: Any) -> None:
+        original(self, *arguments, **keywords)
+        self.limits = limits
+
+    monkeypatch.setattr(RematPartitioner, "__init__", with_limits)
+    other = planned(program, "60%")
+    assert plan.num_microbatches < other.num_microbatches < BATCH

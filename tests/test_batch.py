@@ -412,3 +412,42 @@ def test_a_scatter_that_leaves_out_what_was_there() -> None:
     expected = gradients_of(step, net, x, index)
     for found, wanted in zip(gradients_of(compiled(step), net, x, index), expected, strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def test_a_backward_that_multiplies_what_it_scatters_is_not_linear() -> None:
+    class Multiplied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return torch.scatter(g, 1, torch.zeros(len(g), 1, dtype=torch.int64), 3.0 * g, reduce="multiply")
+
+    net, x, y = Net().double(), torch.randn(6, 6).double(), torch.randn(6, 5).double()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return 5.0 * F.mse_loss(Multiplied.apply(net(x)), y)
+
+    expected = gradients_of(step, net, x, y)
+    for found, wanted in zip(gradients_of(compiled(step), net, x, y), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert last_split().runs_in == "forward and backward"
+
+
+def test_draws_stay_in_their_order() -> None:
+    """What is drawn from a result of the loop comes before what the program draws after it."""
+    net, x = Net().double(), torch.randn(6, 6).double()
+
+    def step(x: Tensor) -> Tensor:
+        output = net(x)
+        drawn = torch.multinomial(output.softmax(-1), 1)
+        noise = torch.randn_like(output)
+        return (output.gather(1, drawn) + noise.sum(1, keepdim=True) * output).square().mean()
+
+    losses = []
+    for number in (1, 2):
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        losses.append(compiled(step, num_microbatches=number)(x))
+    torch.testing.assert_close(losses[0], losses[1])

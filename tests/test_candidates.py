@@ -21,7 +21,11 @@ class Model:
     overhead_ps: int
     price_ps: int  # for all bytes
     floor: float
+    limit: int = 0
     searches: int = 0
+
+    def limit_bytes(self, candidate: int) -> int:
+        return self.limit
 
     def _bytes(self, count: int) -> int:
         return self.held_bytes + self.activation_bytes // count
@@ -29,18 +33,19 @@ class Model:
     def fastest(self, candidate: int) -> Found:
         return Found(self.work_ps + self.overhead_ps * (candidate - 1), self._bytes(candidate))
 
-    def bound_ps(self, candidate: int, limit_bytes: int) -> int | None:
-        found = self.best(candidate, limit_bytes)
+    def bound_ps(self, candidate: int) -> int | None:
+        found = self.best(candidate)
         return None if found is None else round(self.fastest(candidate).time_ps * 0.5 + found.time_ps * 0.5)
 
-    def rough_bound_ps(self, candidate: int, limit_bytes: int) -> int:
+    def rough_bound_ps(self, candidate: int) -> int:
         return self.work_ps
 
-    def search(self, candidate: int, limit_bytes: int) -> Found | None:
+    def search(self, candidate: int) -> Found | None:
         self.searches += 1
-        return self.best(candidate, limit_bytes)
+        return self.best(candidate)
 
-    def best(self, candidate: int, limit_bytes: int) -> Found | None:
+    def best(self, candidate: int) -> Found | None:
+        limit_bytes = self.limit
         own = self.activation_bytes // candidate
         dropped = max(0, self._bytes(candidate) - limit_bytes)
         if dropped > own * (1 - self.floor):
@@ -64,9 +69,9 @@ def random_model(rng: random.Random) -> Model:
 def test_the_chosen_one_is_the_fastest_within_the_limit_up_to_the_resolution(seed: int) -> None:
     rng = random.Random(seed)
     model, counts = random_model(rng), (1, *slice_counts(rng.randrange(2, 200)))
-    limit_bytes = rng.randrange(model.held_bytes, model.held_bytes + model.activation_bytes * 5 // 4)
-    chosen, weighed = weigh([counts], model, limit_bytes)
-    plans = {count: model.best(count, limit_bytes) for count in counts}
+    model.limit = limit_bytes = rng.randrange(model.held_bytes, model.held_bytes + model.activation_bytes * 5 // 4)
+    chosen, weighed = weigh([counts], model)
+    plans = {count: model.best(count) for count in counts}
     feasible = {count: plan.time_ps for count, plan in plans.items() if plan is not None}
     assert [entry.candidate for entry in weighed] == list(counts)
     assert all(entry.verdict for entry in weighed)
@@ -85,14 +90,15 @@ def test_few_candidates_are_searched() -> None:
     for seed in range(100):
         rng = random.Random(seed)
         model = random_model(rng)
-        weigh([(1, *slice_counts(64))], model, model.held_bytes + model.activation_bytes // 3)
+        model.limit = model.held_bytes + model.activation_bytes // 3
+        weigh([(1, *slice_counts(64))], model)
         searches.append(model.searches)
     assert sum(searches) / len(searches) < 2.5
 
 
 def test_a_step_that_fits_is_left_as_it_is() -> None:
-    model = Model(10**6, 10**6, 10**9, 10**6, 10**8, 0.1)
-    chosen, weighed = weigh([(1, 2, 4, 8)], model, 3 * 10**6)
+    model = Model(10**6, 10**6, 10**9, 10**6, 10**8, 0.1, limit=3 * 10**6)
+    chosen, weighed = weigh([(1, 2, 4, 8)], model)
     assert chosen == 1
     assert {entry.verdict for entry in weighed[1:]} == {
         "not looked at: the budget costs the chosen one hardly any time"

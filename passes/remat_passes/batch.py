@@ -131,6 +131,7 @@ class _Analysis:
     cheap: set[int] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)  # storages that are put together for an op that needs all of them
     backward_level: int = 0
+    draw_level: int = 0  # of the last draw from a generator
 
     def run(self) -> BatchAxes:
         self.position = {node: index for index, node in enumerate(self.joint.nodes)}
@@ -173,13 +174,21 @@ class _Analysis:
             return self._part(index)
         operands = [self.position[operand] for operand in tensor_operands(node)]
         inside = [place for place, i in enumerate(operands) if self.states[i].is_inside]
+        if draws_from_generator(node):
+            return self._drawn(index, f"{value.op} draws from a generator that moves on" if inside else "")
         if not inside:
             return self._outside(index)
         if value.kind is OpKind.EFFECT:
             return self._outside(index, f"{value.op} changes a tensor in place")
-        if draws_from_generator(node):
-            return self._outside(index, f"{value.op} draws from a generator that moves on")
         return self._inside(index, operands, inside) or self._outside(index, self._why(index, operands))
+
+    def _drawn(self, index: int, why: str) -> State:
+        """Draws from one generator stay in their order: none runs before one that the program has earlier."""
+        state = self._outside(index, why)
+        self.draw_level = max(self.draw_level, state.level)
+        if state.level == self.draw_level:
+            return state
+        return State(Dependence.WHOLE, self.draw_level, None, why or "it draws after what waits for a loop")
 
     def _part(self, index: int) -> State:
         source = self.joint.values[index].inputs[0]
@@ -382,7 +391,8 @@ def _is_linear_in(node: fx.Node, late: set[int], position: Mapping[fx.Node, int]
     name = op_name(node)
     tensors = [result for result in tensor_results(node) if isinstance(result, torch.Tensor)]
     is_float = all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
-    if not places or not is_float or not is_builtin(node) or node.kwargs.get("rounding_mode") is not None:
+    bends = any(node.kwargs.get(name) is not None for name in ("rounding_mode", "reduce"))
+    if not places or not is_float or not is_builtin(node) or bends:
         return False
     if name == "copy":
         return len(operands) - 1 in places  # it returns its source
@@ -601,11 +611,11 @@ def _remedy(op: str, why: str) -> str:
     if "no rule" in why:
         return (
             "If the op treats each sample by itself, say so with remat_compiler.register_batch_rule; else compute it"
-            " outside of the compiled step, or leave num_microbatches at 1."
+            " outside of the compiled step, or leave the batch whole (num_microbatches=1)."
         )
     return (
-        "Compute it outside of the compiled step, or leave num_microbatches at 1; if one of these inputs does not carry"
-        " the batch, name those that do with batch_axes."
+        "Compute it outside of the compiled step, or leave the batch whole (num_microbatches=1); if one of these inputs"
+        " does not carry the batch, name those that do with batch_axes."
     )
 
 

@@ -64,27 +64,27 @@ class Outlook(Protocol[Asked]):
     def fastest(self, candidate: Asked) -> Found:
         """The plan that spends no time on memory."""
 
-    def rough_bound_ps(self, candidate: Asked, limit_bytes: int) -> int:
+    def limit_bytes(self, candidate: Asked) -> int:
+        """What a plan of it may need."""
+
+    def rough_bound_ps(self, candidate: Asked) -> int:
         """A time that no plan within the limit is below, had without looking at the candidate itself."""
 
-    def bound_ps(self, candidate: Asked, limit_bytes: int) -> int | None:
+    def bound_ps(self, candidate: Asked) -> int | None:
         """A time that no plan within the limit is below; ``None`` where it is known that there is no plan."""
 
-    def search(self, candidate: Asked, limit_bytes: int) -> Found | None:
+    def search(self, candidate: Asked) -> Found | None:
         """The fastest plan within the limit, where there is one."""
 
 
-def weigh(
-    ladders: Sequence[Sequence[C]], outlook: Outlook[C], limit_bytes: int
-) -> tuple[C | None, tuple[Weighed[C], ...]]:
-    """The candidate whose best plan within the limit is the fastest, and what became of each.
+def weigh(ladders: Sequence[Sequence[C]], outlook: Outlook[C]) -> tuple[C | None, tuple[Weighed[C], ...]]:
+    """The candidate whose best plan within its limit is the fastest, and what became of each.
 
     Args:
         ladders: the candidates, each ladder by rising number of slices; the first of the first is the step as it is.
         outlook: answers for a candidate.
-        limit_bytes: what a plan may need.
     """
-    weighing = _Weighing(outlook, limit_bytes)
+    weighing = _Weighing(outlook)
     if not weighing.is_settled_by(ladders[0][0], [c for ladder in ladders for c in ladder][1:]):
         weighing.weigh_ladder(ladders[0])
         for ladder in ladders[1:]:
@@ -94,8 +94,8 @@ def weigh(
 
 
 class _Weighing(Generic[C]):
-    def __init__(self, outlook: Outlook[C], limit_bytes: int) -> None:
-        self.outlook, self.limit_bytes = outlook, limit_bytes
+    def __init__(self, outlook: Outlook[C]) -> None:
+        self.outlook = outlook
         self.best: tuple[C, Found] | None = None
         self.floor_ps = 0
         self.found: dict[C, Found] = {}
@@ -109,7 +109,7 @@ class _Weighing(Generic[C]):
     def is_settled_by(self, first: C, others: Sequence[C]) -> bool:
         """Whether the step as it is can be had at hardly any cost: any other candidate takes longer than it may."""
         self.floor_ps = floor_ps = self.outlook.fastest(first).time_ps
-        bound_ps = self.outlook.bound_ps(first, self.limit_bytes)
+        bound_ps = self.outlook.bound_ps(first)
         if bound_ps is None or bound_ps * (1 - RESOLUTION) > floor_ps:
             return False
         if not self._search(first) or self._is_worth(floor_ps):
@@ -151,8 +151,8 @@ class _Weighing(Generic[C]):
         """Whether a plan of it could be clearly faster than the best one."""
         if candidate in self.found:
             return True
-        if self._is_worth(self.outlook.rough_bound_ps(candidate, self.limit_bytes)):
-            bound_ps = self.outlook.bound_ps(candidate, self.limit_bytes)
+        if self._is_worth(self.outlook.rough_bound_ps(candidate)):
+            bound_ps = self.outlook.bound_ps(candidate)
             if bound_ps is None or self._is_worth(bound_ps):
                 return True
         self.verdicts[candidate] = "no plan within the budget is clearly faster than the chosen one"
@@ -163,7 +163,7 @@ class _Weighing(Generic[C]):
         candidate = ladder[position]
         if candidate in self.found:
             return True
-        if self.outlook.bound_ps(candidate, self.limit_bytes) is None or not self._search(candidate):
+        if self.outlook.bound_ps(candidate) is None or not self._search(candidate):
             for fewer in ladder[: position + 1]:
                 self.verdicts[fewer] = "the budget cannot be met"
             return False
@@ -174,14 +174,14 @@ class _Weighing(Generic[C]):
         return True
 
     def _fits_fastest(self, candidate: C) -> bool:
-        return self.outlook.fastest(candidate).peak_bytes <= self.limit_bytes
+        return self.outlook.fastest(candidate).peak_bytes <= self.outlook.limit_bytes(candidate)
 
     def _is_worth(self, time_ps: int) -> bool:
         return self.best is None or time_ps < (1 - RESOLUTION) * self.best[1].time_ps
 
     def _search(self, candidate: C) -> bool:
         """Whether there is a plan within the limit."""
-        found = self.outlook.search(candidate, self.limit_bytes)
+        found = self.outlook.search(candidate)
         if found is not None:
             self._take(candidate, found)
         return found is not None

@@ -248,11 +248,12 @@ class MemoryModel:
         return channels_last(value.sizes) if self.fuses else self._layout(value)
 
     def _promoted_bytes(self, value: Value) -> int:
-        """The copy that ATen's CPU arithmetic makes of a mask or of integers that it combines with floats."""
+        """The copy that ATen's CPU arithmetic makes of what it combines with floats of another type: masks, integers,
+        16-bit parts of a sum in fp32."""
         if self.names[value.index] not in PROMOTING or not value.is_float or value.dtype is None:
             return 0
         operands = (self.joint.values[i] for i in value.inputs)
-        return sum(o.numel * value.dtype.itemsize for o in operands if o.dtype is not None and not o.is_float)
+        return sum(o.numel * value.dtype.itemsize for o in operands if o.dtype not in (None, value.dtype) and o.sizes)
 
     @cached_property
     def plain_images(self) -> frozenset[int]:
@@ -363,11 +364,12 @@ class MemoryModel:
         )
         entering = dict.fromkeys((kept - outputs) | tangents | handed_on, 0)
         held += sum(self.sizes[i] for i in outputs - self.inputs) - early
-        scalars = {i for i in tangents if not values[i].shape}  # Tensor.backward makes them, and holds them to the end
+        # Tensor.backward holds scalars to the end; what a body is handed a slice of is held by its caller.
+        late = {i for i in tangents if not values[i].shape or (self.is_body and self._is_slice(i))}
         backward = _Replay(
             self,
             order.backward,
-            self._gradients | scalars,
+            self._gradients | late,
             entering,
             held,
             kept,
@@ -380,6 +382,11 @@ class MemoryModel:
             peak_bytes=peak[0],
             peak_values=self._named(peak[1] | (outputs if peak[2] else set()) - self.inputs),
         )
+
+    def _is_slice(self, index: int) -> bool:
+        """Whether an input shows a part of a larger storage."""
+        storage_bytes = self.joint.nodes[index].meta["val"].untyped_storage().nbytes()
+        return bool(storage_bytes > self.joint.values[index].bytes)
 
     def _reordered(self, order: Sequence[int]) -> frozenset[int]:
         """(5) The inputs that are copied: a convolution reads them, or what is computed from them
