@@ -683,7 +683,7 @@ def test_a_difference_of_one_buffer_is_made_good_by_one_more_trial(
     before = len(remat_compiler.plans())
     train(deep, "80%")
     [plan] = remat_compiler.plans()[before:]
-    limit_bytes = compiled_with[-1].limit_bytes
+    [limit_bytes] = compiled_with[-1].limits.values()
 
     assert len(compiled_with) == 2
     assert plan.budget_bytes is not None
