@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from .batch_norm import by_group, group_counts, refuse_batch_norm
 from .calibrate import default_cache_dir
 from .device_at_hand import device_spec
 from .measured_costs import check_cost_model
-from .options import Options, parse_options
+from .options import Budget, Options, parse_options
 from .partitioner import RematPartitioner
 from .plan_log import publish, record_fallback
 from .step_inputs import StepInputs, step_inputs
@@ -64,11 +63,16 @@ def remat(
             return compiled
         plan = partitioner.made[0].plan
         once = replace(parsed, num_microbatches=1, num_microbatches_auto=False, memory_budget=None, verify=False)
-        reference = functools.partial(_compile, unsplit, inputs, inductor_options, once, spec, known)
+
+        def reference(budget_bytes: int | None) -> Callable[..., Any]:
+            budget = None if budget_bytes is None else Budget("bytes", budget_bytes, str(budget_bytes))
+            options = replace(once, memory_budget=budget, reserve_bytes=0)
+            return _compile(unsplit, inputs, inductor_options, options, spec, known)[0]
+
         dtypes = {value.dtype for made in partitioner.made for value in made.plan.values}
         coarsest = next((getattr(torch, name) for name in ("bfloat16", "float16") if name in dtypes), None)
         needed_bytes = plan.inductor_peak_bytes
-        return Verified(compiled, lambda: reference()[0], known.names, needed_bytes, plan.graph_id, coarsest)
+        return Verified(compiled, reference, known.names, needed_bytes, plan.graph_id, coarsest)
     except RematError as error:
         if spare is None:
             raise
@@ -149,7 +153,8 @@ def _compiled_in(
     spec: DeviceSpec,
     known: StepInputs,
 ) -> _Attempt:
-    if options.num_microbatches > 1 or options.num_microbatches_auto:
+    is_free = options.num_microbatches_auto and options.memory_budget is not None
+    if options.num_microbatches > 1 or is_free:
         torch_private.fix_sizes(inputs)
     if options.num_microbatches > 1:
         module, known = _with_batch_norm_by_group(module, known, options)

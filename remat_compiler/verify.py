@@ -6,7 +6,8 @@ copies of its inputs through both compiled forms, from the same random state, an
 input that is changed in place is held against the other.
 
 The reference is the step with one micro-batch and no budget, compiled in the same way, so that it draws the same random
-numbers. It needs the memory of the unsplit step.
+numbers. Where there is not the memory for that, it is the unsplit step that recomputes as much as the free memory asks
+for. A smaller batch would be another graph: the sizes of the batch are in this one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from remat_passes.errors import VerificationError
+from remat_passes.errors import BudgetInfeasibleError, VerificationError
 from remat_passes.units import format_bytes
 
 from .plan_log import record_verification
@@ -47,7 +48,7 @@ class Verified:
     def __init__(
         self,
         compiled: Callable[..., Any],
-        make_reference: Callable[[], Callable[..., Any]],
+        make_reference: Callable[[int | None], Callable[..., Any]],
         names: Sequence[str],
         needed_bytes: int,
         described: str,
@@ -67,16 +68,19 @@ class Verified:
 
     def _verify(self, arguments: Sequence[Any]) -> None:
         free = _free_bytes(arguments)
-        if free is not None and free < self.needed_bytes:
+        try:
+            with torch.random.fork_rng(devices=_cuda_devices(arguments)):
+                reference = self.make_reference(free if free is not None and free < self.needed_bytes else None)
+        except BudgetInfeasibleError as refused:
             record_verification(
-                f"{self.described}: not verified, because the unsplit step needs {format_bytes(self.needed_bytes)} and"
-                f" {format_bytes(free)} are free. Verify with a smaller batch."
+                f"{self.described}: not verified, because the unsplit step needs {format_bytes(refused.smallest_bytes)}"
+                f" at least and {format_bytes(free or 0)} are free. Verify with a smaller batch."
             )
             return
         with torch.random.fork_rng(devices=_cuda_devices(arguments)):
             state = torch.random.get_rng_state()
             states = [torch.cuda.get_rng_state(device) for device in _cuda_devices(arguments)]
-            expected = self._run(self.make_reference(), arguments)
+            expected = self._run(reference, arguments)
             torch.random.set_rng_state(state)
             for device, cuda_state in zip(_cuda_devices(arguments), states, strict=True):
                 torch.cuda.set_rng_state(cuda_state, device)

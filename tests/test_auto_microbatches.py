@@ -22,7 +22,7 @@ from oracle import FP64, Program, assert_same, remat_error, run_eager, run_remat
 from torch import Tensor, nn
 
 import remat_compiler
-from remat_compiler import BudgetInfeasibleError
+from remat_compiler import BudgetInfeasibleError, verify
 from remat_compiler.partitioner import RematPartitioner
 from remat_compiler.plan_log import measured_peaks
 from remat_compiler.weighing import UNSPLIT, Way
@@ -223,3 +223,15 @@ def test_an_error_of_one_way_is_not_held_against_the_others(monkeypatch: pytest.
     monkeypatch.setattr(RematPartitioner, "__init__", with_limits)
     other = planned(program, "60%")
     assert plan.num_microbatches < other.num_microbatches < BATCH
+
+
+def test_verify_recomputes_where_the_unsplit_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = deep()
+    smallest = smallest_bytes(program, num_microbatches=1)
+    monkeypatch.setattr(verify, "_free_bytes", lambda arguments: smallest)
+    planned(program, smallest - 1, verify=True)
+    assert ": verified, " in remat_compiler.verifications()[-1]
+
+    monkeypatch.setattr(verify, "_free_bytes", lambda arguments: smallest // 2)
+    planned(program, smallest - 1, verify=True)
+    assert "not verified, because the unsplit step needs" in remat_compiler.verifications()[-1]
