@@ -124,7 +124,7 @@ def test_a_failed_verification_names_the_users_parameters_and_is_kept() -> None:
     names = user_names(["self._modules['blocks']._modules['0']._parameters['weight']", "x"])
     verified = Verified(
         lambda weight, x: (TwiceTheGradient.apply(weight) * x).sum(),
-        lambda: lambda weight, x: (weight * x).sum(),
+        lambda budget_bytes: lambda weight, x: (weight * x).sum(),
         names,
         needed_bytes=0,
         described="g00",
