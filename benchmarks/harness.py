@@ -26,7 +26,7 @@ from torch.profiler import record_function
 
 import remat_compiler
 from remat_compiler.measure import measure_peak, tensor_bytes
-from remat_passes.errors import RematError
+from remat_passes.errors import RematError, found_in
 from remat_passes.plan import RematPlan
 
 Batch = tuple[torch.Tensor, ...]
@@ -196,20 +196,10 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        refusal = _refusal_in(error)
+        refusal = found_in(error, RematError)
         if refusal is None:
             raise
         raise refusal from None
-
-
-def _refusal_in(error: BaseException | None) -> RematError | None:
-    seen = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, RematError):
-            return error
-        seen.add(id(error))
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-    return None
 
 
 def clear_gradients(model: nn.Module) -> None:

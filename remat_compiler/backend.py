@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from remat_passes.device import DeviceSpec
 from remat_passes.errors import BudgetInfeasibleError, ConfigError, RematError, RematWarning, nearest
 
 from . import torch_private
-from .batch_norm import by_group, group_counts, refuse_batch_norm
+from .batch_norm import group_counts, settle_batch_norm
 from .calibrate import default_cache_dir
 from .device_at_hand import device_spec
 from .measured_costs import check_cost_model
@@ -23,7 +24,7 @@ from .options import Budget, Options, parse_options
 from .partitioner import RematPartitioner
 from .plan_log import publish, record_fallback
 from .step_inputs import StepInputs, step_inputs
-from .trials import compile_within_budget
+from .trials import Work, compile_within_budget
 from .verify import Verified
 
 
@@ -54,7 +55,8 @@ def remat(
     spare = torch_private.copy_of(module) if parsed.fallback == "inductor" else None
     try:
         known = step_inputs(module, inputs, parsed.batch_axes)
-        attempt = _attempt(module, inputs, inductor_options, parsed, spec, known)
+        work = Work(module, inputs, inductor_options, parsed, spec, known)
+        attempt = _attempt(work)
         compiled, partitioner, known = attempt.compiled, attempt.partitioner, attempt.known
         for made in partitioner.made:
             publish(made, parsed.dump_dir)
@@ -67,7 +69,7 @@ def remat(
         def reference(budget_bytes: int | None) -> Callable[..., Any]:
             budget = None if budget_bytes is None else Budget("bytes", budget_bytes, str(budget_bytes))
             options = replace(once, memory_budget=budget, reserve_bytes=0)
-            return _compile(unsplit, inputs, inductor_options, options, spec, known)[0]
+            return _compile(replace(work, module=unsplit, options=options, known=known))[0]
 
         dtypes = {value.dtype for made in partitioner.made for value in made.plan.values}
         coarsest = next((getattr(torch, name) for name in ("bfloat16", "float16") if name in dtypes), None)
@@ -91,29 +93,21 @@ class _Attempt:
     known: StepInputs
 
 
-def _attempt(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    inductor_options: Mapping[str, object],
-    options: Options,
-    spec: DeviceSpec,
-    known: StepInputs,
-) -> _Attempt:
+def _attempt(work: Work) -> _Attempt:
     """Compile the step, in as many slices as the budget asks for where that is free.
 
     What must be known before the step is traced is tried one after another, and only where the budget asks for it:
     fixed sizes instead of symbolic ones, and the number of groups of a batch norm.
     """
-    ways = _ways(module, inputs, options)
-    for place, way in enumerate(ways):
-        try:
-            own = module if place == len(ways) - 1 else torch_private.copy_of(module)
-            return _compiled_in(own, inputs, inductor_options, way, spec, known)
-        except BudgetInfeasibleError as refused:
-            if place == len(ways) - 1:
-                hint = _hint(module, options)
-                raise BudgetInfeasibleError(f"{refused}{hint}", refused.budget_bytes, refused.smallest_bytes) from None
-    raise AssertionError("there is always a way")
+    *ways, last = _ways(work.module, work.inputs, work.options)
+    for way in ways:
+        with suppress(BudgetInfeasibleError):
+            return _compiled_in(replace(work, module=torch_private.copy_of(work.module), options=way))
+    try:
+        return _compiled_in(replace(work, options=last))
+    except BudgetInfeasibleError as refused:
+        text = f"{refused}{_hint(work.module, work.options)}"
+        raise BudgetInfeasibleError(text, refused.budget_bytes, refused.smallest_bytes) from None
 
 
 def _ways(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> list[Options]:
@@ -145,24 +139,19 @@ def _hint(module: fx.GraphModule, options: Options) -> str:
     )
 
 
-def _compiled_in(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    inductor_options: Mapping[str, object],
-    options: Options,
-    spec: DeviceSpec,
-    known: StepInputs,
-) -> _Attempt:
+def _compiled_in(work: Work) -> _Attempt:
+    options = work.options
     is_free = options.num_microbatches_auto and options.memory_budget is not None
     if options.num_microbatches > 1 or is_free:
-        torch_private.fix_sizes(inputs)
+        torch_private.fix_sizes(work.inputs)
     if options.num_microbatches > 1:
-        module, known = _with_batch_norm_by_group(module, known, options)
-    unsplit = torch_private.copy_of(module) if options.verify else None
-    compiled, partitioner = _compile(module, inputs, inductor_options, options, spec, known)
+        module, known = settle_batch_norm(work.module, work.known, options)
+        work = replace(work, module=module, known=known)
+    unsplit = torch_private.copy_of(work.module) if options.verify else None
+    compiled, partitioner = _compile(work)
     if options.memory_budget is not None or options.num_microbatches > 1:
         _warn_of_last_version()
-    return _Attempt(compiled, partitioner, unsplit, known)
+    return _Attempt(compiled, partitioner, unsplit, work.known)
 
 
 def _warn_of_last_version() -> None:
@@ -178,31 +167,12 @@ def _warn_of_last_version() -> None:
     )
 
 
-def _compile(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    inductor_options: Mapping[str, object],
-    options: Options,
-    spec: DeviceSpec,
-    known: StepInputs,
-) -> tuple[Callable[..., Any], RematPartitioner]:
-    if options.lowering == "eager":
-        partitioner = RematPartitioner(options, spec, inputs=known)
-        return torch_private.compile_with_aot_autograd(module, inputs, partitioner, partitioner.compiled), partitioner
-    return compile_within_budget(module, inputs, inductor_options, options, spec, known)
-
-
-def _with_batch_norm_by_group(
-    module: fx.GraphModule, known: StepInputs, options: Options
-) -> tuple[fx.GraphModule, StepInputs]:
-    """The step with batch norm by micro-batch, where the user wants it and there is any."""
-    if options.batch_norm == "refuse":
-        refuse_batch_norm(module)
-        return module, known
-    grouped = by_group(module, options.num_microbatches)
-    if grouped is None:
-        return module, known
-    return grouped, replace(known, num_groups=options.num_microbatches)
+def _compile(work: Work) -> tuple[Callable[..., Any], RematPartitioner]:
+    if work.options.lowering == "eager":
+        partitioner = RematPartitioner(work.options, work.spec, inputs=work.known)
+        seen = partitioner.compiled
+        return torch_private.compile_with_aot_autograd(work.module, work.inputs, partitioner, seen), partitioner
+    return compile_within_budget(work)
 
 
 def _mode_options(mode: str | None) -> dict[str, object]:
@@ -218,10 +188,9 @@ def _spec(options: Options, inputs: Sequence[Any]) -> DeviceSpec:
     """The device whose prices count: the named one, else the one that the graph's inputs are on."""
     cuda = _cuda_device(inputs)
     cache_dir = default_cache_dir(os.environ)
-    if cuda is not None:
-        _fill_library_workspaces(cuda)
     if cuda is None:
         return device_spec(options.device_spec, "cpu", None, None, cache_dir)
+    _fill_library_workspaces(cuda)
     properties = torch.cuda.get_device_properties(cuda)
     return device_spec(options.device_spec, "cuda", properties.name, properties.total_memory, cache_dir)
 

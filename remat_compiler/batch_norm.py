@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,23 @@ from remat_passes.errors import CannotSplitError
 from remat_passes.joint import module_path, source_line
 
 from . import torch_private
+from .options import Options
+from .step_inputs import StepInputs
+
+
+def settle_batch_norm(module: fx.GraphModule, known: StepInputs, options: Options) -> tuple[fx.GraphModule, StepInputs]:
+    """A step that will run in slices, with batch norm by slice where the user wants it and there is any.
+
+    Raises:
+        CannotSplitError: there is some and the user does not want it, or it cannot be had by slice.
+    """
+    if options.batch_norm == "refuse":
+        refuse_batch_norm(module)
+        return module, known
+    grouped = by_group(module, options.num_microbatches)
+    if grouped is None:
+        return module, known
+    return grouped, replace(known, num_groups=options.num_microbatches)
 
 
 def refuse_batch_norm(module: fx.GraphModule) -> None:

@@ -24,15 +24,15 @@ from unittest import mock
 import torch
 from torch import fx
 
-from remat_passes.cost import price
+from remat_passes.cost import PS_PER_US, price
 from remat_passes.device import DeviceSpec
-from remat_passes.errors import CannotCaptureError, ConfigError, RematError
+from remat_passes.errors import CannotCaptureError, ConfigError, RematError, found_in
 from remat_passes.joint import JointGraph, capture
 from remat_passes.memory import MemoryModel
 from remat_passes.plan import RematPlan
 
 from . import torch_private
-from .batch_norm import by_group, group_counts, refuse_batch_norm
+from .batch_norm import group_counts, settle_batch_norm
 from .options import Options, parse_options
 from .partitioner import RematPartitioner
 from .step_inputs import StepInputs, step_inputs
@@ -120,7 +120,7 @@ class _Recorder:
         if parsed.num_microbatches > 1 or parsed.num_microbatches_auto:
             torch_private.fix_sizes(inputs)
         if parsed.num_microbatches > 1:
-            traced, known = _with_batch_norm_by_group(traced, known, parsed)
+            traced, known = settle_batch_norm(traced, known, parsed)
         self.is_tracing = True
         joint = torch_private.joint_module_of(traced, inputs, parsed.inductor)
         self.is_tracing = False
@@ -179,16 +179,6 @@ def _wrapped(owner: Any, name: str, instead: Callable[..., Any]) -> Iterator[Non
         yield
 
 
-def _with_batch_norm_by_group(
-    module: fx.GraphModule, known: StepInputs, options: Options
-) -> tuple[fx.GraphModule, StepInputs]:
-    if options.batch_norm == "refuse":
-        refuse_batch_norm(module)
-        return module, known
-    grouped = by_group(module, options.num_microbatches)
-    return (module, known) if grouped is None else (grouped, replace(known, num_groups=options.num_microbatches))
-
-
 def capture_step(
     run: Callable[[], object], name: str, settings: Mapping[str, object], *, for_gpu: bool = False
 ) -> CapturedStep:
@@ -217,7 +207,7 @@ def capture_step(
                 f"{name} ended with exit code {ended.code!r} before its first training step."
             ) from None
     except Exception as error:
-        refused = _refused(error)
+        refused = found_in(error, RematError)
         if refused is not None:
             raise refused from None
         unknown = _unknown_contents(error)
@@ -241,24 +231,14 @@ def call_step(step: Callable[[], Any]) -> None:
     torch.compile(step)()
 
 
-def _refused(error: BaseException | None) -> RematError | None:
-    """remat's own error, which Dynamo wraps."""
-    while error is not None:
-        if isinstance(error, RematError):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _unknown_contents(error: BaseException | None) -> str | None:
+def _unknown_contents(error: BaseException) -> str | None:
     """What to say where the script asked for what is in a tensor."""
-    while error is not None and not isinstance(error, torch_private.UNKNOWN_CONTENTS):
-        error = error.__cause__ or error.__context__
-    if error is None:
+    asked = found_in(error, torch_private.UNKNOWN_CONTENTS)
+    if asked is None:
         return None
-    line = _script_line(traceback.extract_tb(error.__traceback__))
+    line = _script_line(traceback.extract_tb(asked.__traceback__))
     return (
-        f"{line or 'The script'} needs what is in a tensor ({error}), and on paper a tensor has a shape and no"
+        f"{line or 'The script'} needs what is in a tensor ({asked}), and on paper a tensor has a shape and no"
         " contents. Put what reads it behind the first backward, or name a function that does without it and makes one"
         " training step: remat plan TRAIN.py:step."
     )
@@ -317,6 +297,6 @@ def limits(graph: CapturedGraph, spec: DeviceSpec) -> Limits:
     no_traffic = replace(alone, bandwidth_bytes_per_us=AT_ONCE)
     neither = replace(no_arithmetic, bandwidth_bytes_per_us=AT_ONCE, launch_us=spec.launch_us)
     arithmetic, traffic, launches = (
-        price(graph.joint, other).fixed_ps / 1e6 for other in (no_traffic, no_arithmetic, neither)
+        price(graph.joint, other).fixed_ps / PS_PER_US for other in (no_traffic, no_arithmetic, neither)
     )
     return Limits(arithmetic, traffic, launches)

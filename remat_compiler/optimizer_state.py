@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from remat_passes.errors import ConfigError
-from remat_passes.memory import BLOCK_BYTES
+from remat_passes.memory import block_bytes, rounded_up
 
 from . import torch_private
 
@@ -119,8 +119,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def _rounded(tensor: torch.Tensor) -> int:
-    block = BLOCK_BYTES.get(tensor.device.type, BLOCK_BYTES["cuda"])
-    return -(-tensor.untyped_storage().nbytes() // block) * block
+    return rounded_up(tensor.untyped_storage().nbytes(), block_bytes(tensor.device.type))
 
 
 def _tensors(entry: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:

@@ -201,7 +201,9 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
     def _look(self, step: _Step, way: Way, axes: BatchAxes) -> SplitWay:
         joint, num_outputs = step.full.joint, step.num_fwd_outputs
         graph = split(step.gm, joint, num_outputs, axes, way.num_slices, self.options, self.inputs)
-        return look(graph, num_outputs, step.static, self.options, self.spec, self.device_type)
+        found = look(graph, num_outputs, step.static, self.options, self.spec, self.device_type)
+        self.table_hashes += [staged.times.content_hash for staged in (found.staged, *found.bodies.values())]
+        return found
 
     def _split(self, step: _Step, way: Way, axes: BatchAxes) -> Decided:
         """The step run in this way."""
@@ -254,7 +256,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
             self.why_not = f"No other number of micro-batches was weighed. {refused}"
         tail = None if joint.symbols else find_tail(joint, tangents_are_known=tangents_are_known(joint))
         if tail is not None:
-            found["tail"] = tail.axes
+            found["tail"] = tail
         return found
 
 

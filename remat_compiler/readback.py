@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat_passes.memory import BLOCK_BYTES
+from remat_passes.memory import block_bytes, rounded_up
 from remat_passes.workspace import (
     ATTENTION,
     GEMMS,
@@ -143,7 +143,7 @@ class _Wrapper:
         self.graph, self.inputs, self.device_type = graph, inputs, device_type
         self.called = called  # the bodies of loops
         self.arguments: list[Storage | int | None] = [inputs[name] for name in graph.placeholders]
-        self.block = _block_bytes(device_type)
+        self.block = block_bytes(device_type)
         self.handed: _Parts | None = None  # the list that a body is called with, until it has taken it apart
         self.names: dict[str, Storage | _Parts | None] = {}
         self.layouts: dict[str, Layout] = {}
@@ -290,7 +290,7 @@ class _Wrapper:
                 self.alive.pop(storage.number, None)
 
     def _allocate(self, num_bytes: int, dtype: torch.dtype) -> Storage:
-        rounded = _rounded_up(num_bytes, self.block)
+        rounded = rounded_up(num_bytes, self.block)
         storage = Storage(next(self.numbers), rounded, dtype)
         self.now += rounded
         self.alive[storage.number] = ("a buffer", rounded)
@@ -499,7 +499,7 @@ class _Wrapper:
             return 0
         gradient, query, key = (self._known_layout(operand) for operand in call.args[:3])
         parts = flash_backward_parts(gradient, query, key, results[0].dtype)
-        return sum(_rounded_up(part_bytes, self.block) for part_bytes in parts)
+        return sum(rounded_up(part_bytes, self.block) for part_bytes in parts)
 
     def _known_layout(self, operand: ast.expr) -> Layout:
         layout = self._layout(operand)
@@ -524,16 +524,12 @@ def flash_backward_parts(gradient: Layout, query: Layout, key: Layout, dtype: to
     (aten/src/ATen/native/transformers/cuda, ``mha_bwd`` of flash_attn/flash_api.cpp, and attention_backward.cu).
     """
     batch, heads, tokens, size = query.sizes
-    rows = _rounded_up(tokens, 128)
-    head = _rounded_up(size, 32 if size <= 128 else 64)
+    rows = rounded_up(tokens, 128)
+    head = rounded_up(size, 32 if size <= 128 else 64)
     sums, accumulated = 4 * batch * heads * rows, 4 * batch * heads * rows * head
     expanded = batch * heads * key.sizes[2] * size * dtype.itemsize if key.sizes[1] != heads else 0
     copied = gradient.numel * dtype.itemsize if gradient.strides[1] > gradient.strides[2] else 0
     return sums, accumulated, expanded, expanded, copied
-
-
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _storages(value: Storage | _Parts | None) -> tuple[Storage, ...]:
@@ -691,9 +687,5 @@ def _tensor(number: int, tensor: torch.Tensor, device_type: str) -> Storage:
     """What is there before the graph, as the device's allocator has rounded it; nothing of another device."""
     num_bytes = math.prod(_hint(size) for size in tensor.shape) * tensor.dtype.itemsize
     counts = tensor.device.type == device_type
-    rounded = _rounded_up(num_bytes, _block_bytes(device_type)) if counts else 0
+    rounded = rounded_up(num_bytes, block_bytes(device_type)) if counts else 0
     return Storage(number, rounded, tensor.dtype, is_held=True)
-
-
-def _block_bytes(device_type: str) -> int:
-    return BLOCK_BYTES.get(device_type, BLOCK_BYTES["cuda"])

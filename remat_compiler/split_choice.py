@@ -8,6 +8,7 @@ they can be.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,15 +68,15 @@ class SplitWay:
     @property
     def is_tail(self) -> bool:
         """Whether only the tail of the step is split."""
-        return self.graph.step.axes.tail_of is not None
+        return self.graph.step.axes.is_tail
 
     @cached_property
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> Counter[str]:
         """How often each body runs."""
-        found: dict[str, int] = {}
-        for name, count in self.calls.values():
-            found[name] = found.get(name, 0) + count
-        return found
+        return _counts(self.calls)
+
+    def _count(self, key: Key) -> int:
+        return self.counts[self.graph.name(key)]
 
     @cached_property
     def held_bytes(self) -> dict[str, int]:
@@ -97,34 +98,30 @@ class SplitWay:
     def fastest(self) -> SplitChoice:
         """The decisions that spend no time on memory."""
         bodies = {key: _only(staged, staged.fastest) for key, staged in self.bodies.items()}
-        around = self._around({key: choice.chosen for key, choice in bodies.items()})
+        around = self._around(bodies)
         return self._choice(around, _only(around, around.fastest), bodies)
 
     def bound_ps(self, limit_bytes: int) -> int | None:
         """A time that no decisions within the limit are below; ``None`` where there are none."""
-        total_ps = self.staged.time_ps(self.staged.fastest)
+        total_ps = self.staged.bound_ps(limit_bytes) if self.is_tail else self.staged.time_ps(self.staged.fastest)
         for key, staged in self.bodies.items():
-            count = self.counts[self.graph.name(key)]
             bound_ps = staged.time_ps(staged.fastest) if self.is_tail else staged.bound_ps(self._room(key, limit_bytes))
-            if bound_ps is None:
+            if total_ps is None or bound_ps is None:
                 return None
-            total_ps += count * bound_ps
-        if not self.is_tail:
-            return total_ps
-        around_ps = self.staged.bound_ps(limit_bytes)
-        return None if around_ps is None else total_ps - self.staged.time_ps(self.staged.fastest) + around_ps
+            total_ps += self._count(key) * bound_ps
+        return total_ps
 
     def search(self, limit_bytes: int) -> SplitChoice | None:
         """The fastest decisions within so many bytes; ``None`` where none were found."""
         can_do_without = self.is_tail or self.fastest.peak_bytes <= limit_bytes
         bodies: dict[Key, Choice] = {}
         for key, staged in self.bodies.items():
-            room = self._room(key, limit_bytes)
-            choice = staged.search_within(staged.fastest.projection.peak_bytes if can_do_without else room)
+            fastest_bytes = staged.fastest.projection.peak_bytes
+            choice = staged.search_within(fastest_bytes if can_do_without else self._room(key, limit_bytes))
             if choice is None:
                 return None
             bodies[key] = choice
-        around = self._around({key: choice.chosen for key, choice in bodies.items()})
+        around = self._around(bodies)
         outer = around.search_within(limit_bytes)
         return None if outer is None else self._choice(around, outer, bodies)
 
@@ -132,7 +129,7 @@ class SplitWay:
     def smallest(self) -> SplitChoice:
         """The decisions with the lowest peak."""
         bodies = {key: staged.smallest for key, staged in self.bodies.items()}
-        around = self._around({key: choice.chosen for key, choice in bodies.items()})
+        around = self._around(bodies)
         return self._choice(around, around.smallest, bodies)
 
     def decide(self, budget_bytes: int | None, limit_bytes: int | None) -> SplitChoice:
@@ -148,7 +145,7 @@ class SplitWay:
                 raise self.refusal(budget_bytes)
             return found
         bodies = {key: staged.search(None, None) for key, staged in self.bodies.items()}
-        around = self._around({key: choice.chosen for key, choice in bodies.items()})
+        around = self._around(bodies)
         return self._choice(around, around.search(None, NO_LIMIT), bodies)
 
     def refusal(self, budget_bytes: int) -> BudgetInfeasibleError:
@@ -157,7 +154,8 @@ class SplitWay:
         held = self._held(smallest.around, smallest.outer.chosen)
         inside = max(held.values(), default=0)
         parts: list[tuple[str, int]] = list(smallest.outer.chosen.projection.peak_values)
-        if any(held[name] + size >= smallest.peak_bytes for name, size in self._inner(smallest).items()):
+        inner = {name: model.called_bytes[i] for i, (name, _) in self.calls.items()}
+        if any(held[name] + size >= smallest.peak_bytes for name, size in inner.items()):
             parts = [
                 ("parameters, buffers and inputs", model.baseline_bytes),
                 ("what is held around the loop", inside - model.baseline_bytes),
@@ -165,20 +163,14 @@ class SplitWay:
             ]
         return refusal(budget_bytes, smallest.peak_bytes, parts, model.gradient_bytes)
 
-    def _inner(self, choice: SplitChoice) -> dict[str, int]:
-        """What each body takes above what is held when it is called, in bytes."""
-        names = {self.staged.joint.values[i].name: (name, i) for i, (name, _) in self.calls.items()}
-        called = choice.around.model.called_bytes
-        return {name: called[i] for name, i in names.values()}
-
     def frontier(self, choice: SplitChoice) -> list[tuple[int, int, int]]:
         """What was considered where the activations are: peak and saved bytes, and the time of the step."""
-        key = max(self.bodies, key=lambda key: (self.counts[self.graph.name(key)], key[1]), default=None)
+        key = max(self.bodies, key=lambda key: (self._count(key), key[1]), default=None)
         if self.is_tail or key is None:
             staged, inside, shift = choice.around, choice.outer, 0
             rest_ps, count = choice.time_ps - staged.time_ps(inside.chosen), 1
         else:
-            staged, inside, count = self.bodies[key], choice.bodies[key], self.counts[self.graph.name(key)]
+            staged, inside, count = self.bodies[key], choice.bodies[key], self._count(key)
             shift = self.held_bytes[self.graph.name(key)] - _operand_bytes(staged)
             rest_ps = choice.time_ps - count * staged.time_ps(inside.chosen)
         return [
@@ -202,7 +194,7 @@ class SplitWay:
             plan = staged.plan(choice.bodies[key], setting, spec)
             forward, backward = extract(body.module, staged.joint, choice.bodies[key].chosen, body.num_forward_outputs)
             torch_private.replace_graph(self.outer, name, joined(body, forward, backward))
-            planned[name] = PlannedBody(*key, self.counts[name], plan, held[name], _operand_bytes(staged))
+            planned[name] = PlannedBody(*key, self._count(key), plan, held[name], _operand_bytes(staged))
         joint = choice.around.joint
         return plan_of_split(
             choice.around.plan(choice.outer, setting, spec),
@@ -220,12 +212,12 @@ class SplitWay:
         """What a body may need by its own count, where the step may need so much."""
         return max(0, limit_bytes - self.held_bytes[self.graph.name(key)] + _operand_bytes(self.bodies[key]))
 
-    def _around(self, chosen: Mapping[Key, Candidate]) -> Staged:
+    def _around(self, bodies: Mapping[Key, Choice]) -> Staged:
         """The outer graph with what its calls take. A chunk holds the results of its slices, and then those put
         together."""
         inner = dict(self.plain_bytes)
-        for key, candidate in chosen.items():
-            inner[key] = candidate.projection.peak_bytes - _operand_bytes(self.bodies[key])
+        for key, choice in bodies.items():
+            inner[key] = choice.chosen.projection.peak_bytes - _operand_bytes(self.bodies[key])
         by_name = {self.graph.name(key): size for key, size in inner.items()}
         return self.staged.calling(
             {
@@ -235,10 +227,7 @@ class SplitWay:
         )
 
     def _choice(self, around: Staged, outer: Choice, bodies: Mapping[Key, Choice]) -> SplitChoice:
-        inside = sum(
-            self.counts[self.graph.name(key)] * self.bodies[key].time_ps(choice.chosen)
-            for key, choice in bodies.items()
-        )
+        inside = sum(self._count(key) * self.bodies[key].time_ps(choice.chosen) for key, choice in bodies.items())
         return SplitChoice(around, outer, bodies, around.time_ps(outer.chosen) + inside)
 
 
@@ -254,6 +243,7 @@ def look(
     outer = graph.outer({key: body.module for key, body in graph.bodies.items()})
     staged = stage(outer, num_fwd_outputs, static, options, spec, device_type, yardstick=False)
     calls = {i: body_of_call(name) for i, name in torch_private.calls_of(outer.graph).items()}
+    counts = _counts(calls)
     bodies: dict[Key, Staged] = {}
     plain_bytes: dict[Key, int] = {}
     plain_ps = 0
@@ -266,8 +256,15 @@ def look(
             continue
         plain = stage(*arguments, is_body=True, yardstick=False)
         plain_bytes[key] = plain.model.project(NOTHING_SAVED).peak_bytes - plain.model.baseline_bytes
-        plain_ps += plain.costs.fixed_ps * sum(count for name, count in calls.values() if name == graph.name(key))
+        plain_ps += plain.costs.fixed_ps * counts[graph.name(key)]
     return SplitWay(graph, outer, staged.with_calls(calls, plain_ps), bodies, plain_bytes, calls)
+
+
+def _counts(calls: Mapping[int, tuple[str, int]]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name, count in calls.values():
+        found[name] += count
+    return found
 
 
 def _only(staged: Staged, candidate: Candidate) -> Choice:

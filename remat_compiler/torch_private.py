@@ -764,11 +764,11 @@ class JointModule:
     static_inputs: tuple[int, ...]
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """Ends a compile that is wanted for its joint graph only; no ``except Exception`` of torch's is to stop it."""
 
 
-class _TakesJointModule(CustomPartitionerFn):
+class TakesJointModule(CustomPartitionerFn):
     """Keeps the joint graph instead of cutting it."""
 
     def __init__(self) -> None:
@@ -784,7 +784,7 @@ class _TakesJointModule(CustomPartitionerFn):
         **keywords: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.taken = JointModule(gm, num_fwd_outputs, tuple(static_lifetime_input_indices or ()))
-        raise _Stopped
+        raise Stopped
 
     def uuid(self) -> str:
         return "remat: nothing is compiled"
@@ -796,13 +796,13 @@ def joint_module_of(module: fx.GraphModule, inputs: Sequence[Any], options: Mapp
     from torch._inductor.compile_fx import compile_fx
 
     def inner(*_arguments: Any, **_keywords: Any) -> Any:
-        raise _Stopped
+        raise Stopped
 
-    takes = _TakesJointModule()
+    takes = TakesJointModule()
     for node in module.graph.nodes:  # Inductor's passes run what makes constants, on the device that it names
         node.args = fx.node.map_aggregate(node.args, _on_cpu)
         node.kwargs = {name: _on_cpu(_as_device(arg) if name == "device" else arg) for name, arg in node.kwargs.items()}
-    with outside_of_tracing(), functorch_config.patch(enable_autograd_cache=False), suppress(_Stopped):
+    with outside_of_tracing(), functorch_config.patch(enable_autograd_cache=False), suppress(Stopped):
         compile_fx(
             module, list(inputs), inner_compile=inner, config_patches={**options, "custom_partitioner_fn": takes}
         )

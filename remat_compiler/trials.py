@@ -54,14 +54,19 @@ class _Trial:
         return 0 if plan is None or plan.budget_bytes is None else plan.projected_peak_bytes - plan.budget_bytes
 
 
-def compile_within_budget(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    inductor_options: Mapping[str, object],
-    options: Options,
-    spec: DeviceSpec,
-    known: StepInputs,
-) -> tuple[Callable[..., Any], RematPartitioner]:
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be compiled, and how."""
+
+    module: fx.GraphModule
+    inputs: Sequence[Any]
+    inductor_options: Mapping[str, object]
+    options: Options
+    spec: DeviceSpec
+    known: StepInputs
+
+
+def compile_within_budget(work: Work) -> tuple[Callable[..., Any], RematPartitioner]:
     """Compile with Inductor; the compiled module and the partitioner that cut its graphs.
 
     Raises:
@@ -72,10 +77,10 @@ def compile_within_budget(
 
     def compiled(limit_bytes: int | None, *, is_smallest: bool = False) -> _Trial:
         own_limits = {} if is_smallest else limits
-        partitioner = RematPartitioner(options, spec, limit_bytes, correction, known, limits=own_limits)
-        own = module if options.memory_budget is None else torch_private.copy_of(module)
+        partitioner = RematPartitioner(work.options, work.spec, limit_bytes, correction, work.known, limits=own_limits)
+        own = work.module if work.options.memory_budget is None else torch_private.copy_of(work.module)
         seen = partitioner.compiled
-        code = torch_private.compile_with_inductor(own, inputs, inductor_options, partitioner, seen)
+        code = torch_private.compile_with_inductor(own, work.inputs, work.inductor_options, partitioner, seen)
         return _Trial(code, partitioner, _read_plan(partitioner), is_smallest)
 
     def trial(limit_bytes: int | None) -> _Trial:

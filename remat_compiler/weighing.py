@@ -14,7 +14,7 @@ from remat_passes.candidates import Found, Weighed, slice_counts, weigh
 from remat_passes.cost import PS_PER_US
 from remat_passes.errors import BudgetInfeasibleError
 from remat_passes.plan import FrontierPoint, StepCandidate
-from remat_passes.search import Candidate, Choice, refusal
+from remat_passes.search import Choice, refusal
 
 from .split_choice import SplitChoice, SplitWay
 from .staged import Staged
@@ -121,9 +121,8 @@ class Weighing:
     def fastest(self, way: Way) -> Found:
         """The plan that spends no time on memory."""
         if way == UNSPLIT:
-            return _found(self.full, self.full.fastest)
-        fastest = self.split_way(way).fastest
-        return Found(fastest.time_ps, fastest.peak_bytes)
+            return Found(self.full.time_ps(self.full.fastest), self.full.fastest.projection.peak_bytes)
+        return self._found(self.split_way(way).fastest)
 
     def bound_ps(self, way: Way) -> int | None:
         """A time that no plan within the limit is below; ``None`` where it is known that there is no plan."""
@@ -141,24 +140,22 @@ class Weighing:
 
     def search(self, way: Way) -> Found | None:
         """The fastest plan within the limit, where there is one."""
+        choice: Choice | SplitChoice | None
         if way == UNSPLIT:
             choice = self.full.search_within(self._limit_unsplit())
-            if choice is None:
-                return None
-            self._choices[way] = choice
-            return _found(self.full, choice.chosen)
-        split = self.split_way(way).search(self.limit_bytes(way))
-        if split is None:
+        else:
+            choice = self.split_way(way).search(self.limit_bytes(way))
+        if choice is None:
             return None
-        self._choices[way] = split
-        return Found(split.time_ps, split.peak_bytes)
+        self._choices[way] = choice
+        return self._found(choice)
 
     def _limit_unsplit(self) -> int:
         """Never more than plain Inductor needs."""
         return min(self.limit_bytes(UNSPLIT), self.full.inductor.projection.peak_bytes)
 
     def _candidate(self, weighed: Weighed[Way], *, is_chosen: bool) -> StepCandidate:
-        found = self._found(weighed.candidate) if is_chosen else weighed.found
+        found = self._found(self._choices[weighed.candidate]) if is_chosen else weighed.found
         return StepCandidate(
             num_microbatches=weighed.candidate.num_slices,
             part=weighed.candidate.part,
@@ -168,12 +165,10 @@ class Weighing:
             verdict="chosen" if is_chosen else weighed.verdict,
         )
 
-    def _found(self, way: Way) -> Found:
-        """The plan that was decided on for a way."""
-        choice = self._choices[way]
+    def _found(self, choice: Choice | SplitChoice) -> Found:
         if isinstance(choice, SplitChoice):
             return Found(choice.time_ps, choice.peak_bytes)
-        return _found(self.full, choice.chosen)
+        return Found(self.full.time_ps(choice.chosen), choice.chosen.projection.peak_bytes)
 
     def _points(self, way: Way) -> list[FrontierPoint]:
         choice = self._choices.get(way)
@@ -187,7 +182,3 @@ class Weighing:
             FrontierPoint(peak, saved, round(time_ps / PS_PER_US, 3), False, way.num_slices, way.part)
             for peak, saved, time_ps in points
         ]
-
-
-def _found(staged: Staged, candidate: Candidate) -> Found:
-    return Found(staged.time_ps(candidate), candidate.projection.peak_bytes)

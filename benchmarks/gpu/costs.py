@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.systems import Bench
@@ -33,50 +33,23 @@ NAMES = (
 )
 
 
-class CapturedError(Exception):
-    """Ends the compilation: the joint graph is there."""
-
-
-class Recorder(torch_private.CustomPartitionerFn):
-    """Takes the joint graph that remat would plan."""
-
-    joint: JointGraph | None = None
-
-    def __call__(  # type: ignore[override]  # what AOTAutograd passes on, by name
-        self,
-        gm: fx.GraphModule,
-        joint_inputs: Sequence[object],
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: Sequence[int] | None = None,
-        **keywords: Any,
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        torch_private.prepare_joint_module(gm)
-        pinned = torch_private.pinned_to_backward(gm.graph)
-        self.joint = capture(gm.graph, num_fwd_outputs, list(static_lifetime_input_indices or []), pinned)
-        raise CapturedError
-
-    def uuid(self) -> str:
-        return "never cached"
-
-
 def joint_graph(bench: Bench) -> JointGraph:
-    """The joint graph of a bench's step."""
-    recorder = Recorder()
+    """The joint graph of a bench's step, as remat would plan it."""
+    takes = torch_private.TakesJointModule()
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return torch_private.compile_with_aot_autograd(module, inputs, recorder, lambda _graph: None)
+        return torch_private.compile_with_aot_autograd(module, inputs, takes, lambda _graph: None)
 
     def call(*batch: torch.Tensor) -> Any:
         return bench.model(*batch)
 
-    try:
+    with suppress(torch_private.Stopped):
         torch.compile(call, backend=backend, dynamic=False)(*bench.batch)
-    except BackendCompilerFailed as error:
-        if not isinstance(error.inner_exception, CapturedError):
-            raise
-    assert recorder.joint is not None
-    return recorder.joint
+    assert takes.taken is not None
+    module = takes.taken.module
+    torch_private.prepare_joint_module(module)
+    pinned = torch_private.pinned_to_backward(module.graph)
+    return capture(module.graph, takes.taken.num_forward_outputs, takes.taken.static_inputs, pinned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,11 @@ class BatchAxes:
     backward_level: int  # from this level on, things need the tangents
     tail_of: int | None = None  # the value behind which all is split, where not the whole step is
 
+    @property
+    def is_tail(self) -> bool:
+        """Whether only the tail of the step is split."""
+        return self.tail_of is not None
+
     def whole_level(self, index: int) -> int:
         """The level at which all of a value is there."""
         state = self.states[index]

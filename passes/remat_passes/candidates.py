@@ -114,15 +114,13 @@ class _Weighing(Generic[C]):
             return False
         if not self._search(first) or self._is_worth(floor_ps):
             return False
-        for candidate in others:
-            self.verdicts[candidate] = "not looked at: the budget costs the chosen one hardly any time"
+        self._say(others, "not looked at: the budget costs the chosen one hardly any time")
         return True
 
     def weigh_other(self, ladder: Sequence[C]) -> None:
         """Another ladder, where the one before leaves so much to be won."""
         if self.best is not None and self.floor_ps > (1 - WORTH_BUILDING) * self.best[1].time_ps:
-            for candidate in ladder:
-                self.verdicts[candidate] = "not looked at: the budget costs the chosen one little time"
+            self._say(ladder, "not looked at: the budget costs the chosen one little time")
             return
         self.weigh_ladder(ladder, stops_at_bound=True)
 
@@ -134,44 +132,40 @@ class _Weighing(Generic[C]):
             stops_at_bound: fewer slices promise no more than the first that promises too little.
         """
         start = bisect.bisect_left(ladder, True, key=self._fits_fastest)
-        for candidate in ladder[start + 1 :]:
-            self.verdicts[candidate] = "more slices than are needed to do without recompute"
+        self._say(ladder[start + 1 :], "more slices than are needed to do without recompute")
         if start < len(ladder):
             self._take(ladder[start], self.outlook.fastest(ladder[start]))
         for position in reversed(range(start)):
-            if self._promises(ladder[position]):
-                if not self._goes_on(ladder, position, can_do_without=start < len(ladder)):
+            if ladder[position] in self.found:
+                continue
+            if not self._promises(ladder[position]):
+                ruled_out = ladder[: position + 1] if stops_at_bound else ladder[position : position + 1]
+                self._say(ruled_out, "no plan within the budget is clearly faster than the chosen one")
+                if stops_at_bound:
                     return
-            elif stops_at_bound:
-                for fewer in ladder[:position]:
-                    self.verdicts[fewer] = self.verdicts[ladder[position]]
+            elif not self._goes_on(ladder, position, can_do_without=start < len(ladder)):
                 return
 
     def _promises(self, candidate: C) -> bool:
         """Whether a plan of it could be clearly faster than the best one."""
-        if candidate in self.found:
-            return True
-        if self._is_worth(self.outlook.rough_bound_ps(candidate)):
-            bound_ps = self.outlook.bound_ps(candidate)
-            if bound_ps is None or self._is_worth(bound_ps):
-                return True
-        self.verdicts[candidate] = "no plan within the budget is clearly faster than the chosen one"
-        return False
+        if not self._is_worth(self.outlook.rough_bound_ps(candidate)):
+            return False
+        bound_ps = self.outlook.bound_ps(candidate)
+        return bound_ps is None or self._is_worth(bound_ps)
 
     def _goes_on(self, ladder: Sequence[C], position: int, *, can_do_without: bool) -> bool:
         """Look at one candidate that has to recompute; whether those in fewer slices are worth a look."""
         candidate = ladder[position]
-        if candidate in self.found:
-            return True
         if self.outlook.bound_ps(candidate) is None or not self._search(candidate):
-            for fewer in ladder[: position + 1]:
-                self.verdicts[fewer] = "the budget cannot be met"
+            self._say(ladder[: position + 1], "the budget cannot be met")
             return False
         if self.best is not None and self.best[0] != candidate and not can_do_without:
-            for fewer in ladder[:position]:
-                self.verdicts[fewer] = "not looked at: in more slices it was slower already"
+            self._say(ladder[:position], "not looked at: in more slices it was slower already")
             return False
         return True
+
+    def _say(self, candidates: Sequence[C], verdict: str) -> None:
+        self.verdicts.update(dict.fromkeys(candidates, verdict))
 
     def _fits_fastest(self, candidate: C) -> bool:
         return self.outlook.fastest(candidate).peak_bytes <= self.outlook.limit_bytes(candidate)

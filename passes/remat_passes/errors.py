@@ -8,10 +8,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
 
 
 class RematError(Exception):
     """Base class of everything that remat raises on purpose."""
+
+
+_Kind = TypeVar("_Kind", bound=BaseException)
+
+
+def found_in(error: BaseException | None, kind: type[_Kind] | tuple[type[_Kind], ...]) -> _Kind | None:
+    """The error of one of these kinds that another one wraps, as Dynamo wraps what a backend raises."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, kind):
+            return error
+        seen.add(id(error))
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return None
 
 
 class RematWarning(UserWarning):

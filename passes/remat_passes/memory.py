@@ -59,6 +59,17 @@ FUSION_DISTANCE = 64
 # asked), CUDA rounds to 512 bytes (c10/cuda/CUDACachingAllocator.cpp, ``kMinBlockSize``).
 BLOCK_BYTES = {"cpu": 1, "cuda": 512}
 
+
+def block_bytes(device_type: str) -> int:
+    """What a device's allocator rounds a block up to, in bytes."""
+    return BLOCK_BYTES.get(device_type, BLOCK_BYTES["cuda"])
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below ``number``."""
+    return -(-number // multiple) * multiple
+
+
 # ``prims.fma`` under the eager lowering is a product and a sum: one copy of its largest operand besides its result
 # (measured in tests/test_memory_model.py).
 EAGER_COPIES = frozenset({"fma"})
@@ -121,10 +132,10 @@ class MemoryModel:
 
     @cached_property
     def _block(self) -> int:
-        return BLOCK_BYTES.get(self._device_type, BLOCK_BYTES["cuda"])
+        return block_bytes(self._device_type)
 
     def _rounded(self, index: int) -> int:
-        return -(-self.joint.values[index].bytes // self._block) * self._block
+        return rounded_up(self.joint.values[index].bytes, self._block)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

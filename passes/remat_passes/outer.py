@@ -158,13 +158,9 @@ class _OuterBuilder:
             options = {"dtype": val.dtype, "device": val.device}
             self.env[index] = self._emit(node, aten.full.default, (list(val.shape), 1), options, "known")
 
-    @property
-    def is_tail(self) -> bool:
-        return self.step.axes.tail_of is not None
-
     def _take_tangents(self, loop: Loop, before: Sequence[int]) -> None:
         """Behind the loop of a tail, backward goes on with the tangents themselves: only the loop took 1 for them."""
-        if not (self.is_tail and self.tangents_are_known):
+        if not (self.step.axes.is_tail and self.tangents_are_known):
             return
         for index in (*loop.partial, *loop.split):
             if self.joint.values[index].side is Side.BACKWARD:
@@ -325,7 +321,8 @@ class _OuterBuilder:
     def _outputs(self, num_forward: int) -> None:
         (output,) = self.module.graph.find_nodes(op="output")
         position = {node: index for index, node in enumerate(self.joint.nodes)}
-        late = set(self.joint.backward_outputs) if self.tangents_are_known and not self.is_tail else set()
+        is_late = self.tangents_are_known and not self.step.axes.is_tail
+        late = set(self.joint.backward_outputs) if is_late else set()
         scaled: dict[int, fx.Node] = {}
         flat = torch.utils._pytree.arg_tree_leaves(*output.args)
         results: list[Any] = []

@@ -62,7 +62,7 @@ def plan_of_split(
         tangents_are_known: whether backward runs inside of forward's loop.
     """
     main = max(bodies, key=lambda body: (body.plan.step_us * body.count, body.length), default=None)
-    is_tail = step.axes.tail_of is not None
+    is_tail = step.axes.is_tail
     shown = outer if main is None or is_tail else main.plan
     at_peak = max(bodies, key=lambda body: body.peak_bytes, default=None)
     others_us = sum(body.plan.step_us * body.count for body in bodies)
@@ -104,7 +104,7 @@ def plan_of_split(
 
 
 def _schedule_class(step: SplitStep, shown: RematPlan) -> str:
-    if step.axes.tail_of is not None:
+    if step.axes.is_tail:
         return f"the tail of the step runs in {len(step.lengths)} slices; around it, {shown.schedule_class}"
     return f"the batch runs in {len(step.lengths)} slices; in each of them, {shown.schedule_class}"
 
@@ -179,7 +179,7 @@ def _microbatches(
         batch=axes.batch,
         lengths=step.lengths,
         num_loops=len(loops),
-        part="step" if axes.tail_of is None else "tail",
+        part="tail" if axes.is_tail else "step",
         runs_in="forward" if tangents_are_known else "forward and backward",
         inputs=tuple(BatchInput(names.get(i, joint.values[i].name), axis) for i, axis in sorted(axes.seeds.items())),
         values=tuple(values),

@@ -7,7 +7,6 @@ last product and the loss in slices, of rows and not of samples, and to keep the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from .batch import BatchAxes, batch_axes, batch_inputs, batch_values, before_tail
 from .joint import JointGraph, Side, Value
@@ -16,16 +15,9 @@ from .joint import JointGraph, Side, Value
 GROWTH = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """The value behind which the step can run in slices, and its states there."""
-
-    start: int
-    axes: BatchAxes
-
-
-def find_tail(joint: JointGraph, *, tangents_are_known: bool) -> Tail | None:
-    """The tail of a step, or ``None`` where its largest value is no larger than what it is made from."""
+def find_tail(joint: JointGraph, *, tangents_are_known: bool) -> BatchAxes | None:
+    """The states of a step whose tail runs in slices; ``None`` where its largest value is no larger than what it is
+    made from."""
     start = _start(joint)
     if start is None:
         return None
@@ -33,7 +25,7 @@ def find_tail(joint: JointGraph, *, tangents_are_known: bool) -> Tail | None:
     for seeds, rows in _seeds(joint, start):
         axes = batch_axes(joint, seeds, rows, tangents_are_known=tangents_are_known, tail_of=start)
         if axes.states[largest].is_inside and axes.num_loops == max(1, axes.backward_level + 1):
-            return Tail(start, axes)
+            return axes
     return None
 
 
