@@ -235,3 +235,24 @@ def test_verify_recomputes_where_the_unsplit_step_does_not_fit(monkeypatch: pyte
     monkeypatch.setattr(verify, "_free_bytes", lambda arguments: smallest // 2)
     planned(program, smallest - 1, verify=True)
     assert "not verified, because the unsplit step needs" in remat_compiler.verifications()[-1]
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"memory_budget": "60%"}])
+def test_the_cache_key_holds_the_measured_times_of_the_bodies(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    """Another table may give a body another plan, and Inductor's cache has to know."""
+    made: list[RematPartitioner] = []
+    original = RematPartitioner.decide
+
+    def kept(self: RematPartitioner, *arguments: Any) -> Any:
+        made.append(self)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(RematPartitioner, "decide", kept)
+    run_remat(deep(), **options)
+    [partitioner] = made
+    assert len(partitioner.table_hashes) >= 3  # of the step, of the graph around the loop, and of its body
+    before = partitioner.uuid()
+    partitioner.table_hashes[-1] = "another table"
+    assert partitioner.uuid() != before
