@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +27,7 @@ from benchmarks.suite import measure, systems, table, training
 from benchmarks.suite.measure import CRASHED, Bench, Settings, arrangement_error, slope_error
 from benchmarks.suite.models import CHARACTERS, MODELS, characters, passages
 from benchmarks.suite.table import BLOCKS, FIXED, KNOB, LOOP, TOGETHER
+from benchmarks.suite.turns import Turns
 
 MIB = 2**20
 
@@ -371,11 +376,14 @@ def eager_compilers(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> No
 
 @pytest.mark.usefixtures("eager_compilers")
 def test_a_model_is_measured_point_by_point_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    path = tmp_path / "suite.json"
+    path, turns = tmp_path / "suite.json", Turns(tmp_path / "turns")
     settings = Settings(num_budgets=1, num_rounds=2, with_fixed=True, is_quick=True)
 
-    made = measure.measure_model(LAYERS, path, settings)
+    rivals_alone = measure.measure_model(LAYERS, path, replace(settings, with_remat=False), turns)
+    made = measure.measure_model(LAYERS, path, settings, turns)
 
+    assert rivals_alone.points == made.points[: len(rivals_alone.points)]
+    assert not {REMAT, FIXED} & {p.family for p in rivals_alone.points}
     assert made.failure == ""
     assert read_records(path) == (made,)
     assert made.is_splittable
@@ -387,15 +395,44 @@ def test_a_model_is_measured_point_by_point_and_goes_on_where_it_stopped(tmp_pat
     # a rival that took the process down stays a failure, and only what was not measured yet is measured
     broken = replace(made.points[2], measured_bytes=None, failure=CRASHED)
     write_records(path, [replace(made, points=(*made.points[:2], broken, *made.points[3:-1]))])
-    again = measure.measure_model(LAYERS, path, settings)
+    again = measure.measure_model(LAYERS, path, settings, turns)
     assert again.points[:-1] == (*made.points[:2], broken, *made.points[3:-1])
     assert again.points[-1].name == made.points[-1].name
     with pytest.raises(ValueError, match="by the wall clock, and cpu was asked for"):
-        measure.measure_model(LAYERS, path, replace(settings, clock="cpu"))
+        measure.measure_model(LAYERS, path, replace(settings, clock="cpu"), turns)
+
+
+def test_the_others_stand_still_while_one_times(tmp_path: Path) -> None:
+    counting = "import sys, time\nwhile True: print(1, flush=True); time.sleep(0.001)"
+    turns, seen = Turns(tmp_path / "turns"), tmp_path / "seen"
+    with seen.open("w") as out:
+        other = subprocess.Popen([sys.executable, "-c", counting], stdout=out, start_new_session=True)
+    try:
+        turns.join()  # a group does not stop itself
+        with turns.held() as file:
+            file.write(f"{other.pid}\n")
+        wait_for_growth(seen)
+        with turns.alone():
+            time.sleep(0.05)  # until the signal is there
+            size = seen.stat().st_size
+            time.sleep(0.1)
+            assert seen.stat().st_size == size
+        wait_for_growth(seen)
+    finally:
+        other.kill()
+        other.wait()
+    turns.tell(signal.SIGTERM)  # nobody is there any more
+
+
+def wait_for_growth(path: Path) -> None:
+    size, deadline = path.stat().st_size, time.monotonic() + 60
+    while path.stat().st_size == size:
+        assert time.monotonic() < deadline, f"{path.name} does not grow"
+        time.sleep(0.01)
 
 
 def test_a_run_that_is_stopped_leaves_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    bench = Bench(TINY, tmp_path / "suite.json", Settings(), record(), None)
+    bench = Bench(TINY, tmp_path / "suite.json", Settings(), record(), None, Turns(tmp_path / "turns"))
     seen: list[Point] = []
 
     def stop(contender: Contender) -> Point:
@@ -441,7 +478,7 @@ def test_a_model_goes_on_after_a_crash_of_one_system_and_not_of_all(
 
     monkeypatch.setattr(program.subprocess, "run", run)
 
-    found = program.measured(MODELS["llama"], path, [], "wall")
+    found = program.measured(MODELS["llama"], path, Turns(tmp_path / "turns"), [], "wall")
 
     assert len(runs) == 3  # the third made no progress
     assert found.failure == "the measurement ended with signal 11"

@@ -8,9 +8,11 @@ failed.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,19 +28,21 @@ from benchmarks.suite.measure import CRASHED, NUM_ROUNDS, curves_beside, trained
 from benchmarks.suite.models import MODELS
 from benchmarks.suite.table import FIXED, model_report, readme_block, summary, write_readme
 from benchmarks.suite.training import Curve, draw_curves, training_report, write_curves
+from benchmarks.suite.turns import Turns
 
 README = ROOT / "README.md"
 QUICK_MODEL, QUICK_BUDGETS, QUICK_ROUNDS = "gpt-sdpa", 3, 3
 
 
-def measured(model: Model, path: Path, arguments: Sequence[str], clock: str) -> Record:
+def measured(model: Model, path: Path, turns: Turns, arguments: Sequence[str], clock: str) -> Record:
     """The record of ``model``, from a process of its own; started again after a system that ended it."""
     command = [sys.executable, "-m", "benchmarks.suite.measure", model.key, "--into", str(path), "--clock", clock]
+    command += ["--turns", str(turns.path), *arguments]
     threads = {"OMP_NUM_THREADS": "1"} if clock == "cpu" else {}  # the time of all threads says little of several
     num_crashes = -1
     while True:
-        code = subprocess.run([*command, *arguments], cwd=ROOT, env={**os.environ, **threads}).returncode
-        record = _record(model, path)
+        process = subprocess.run(command, cwd=ROOT, env={**os.environ, **threads}, start_new_session=True)
+        code, record = process.returncode, _record(model, path)
         if code == 0:
             return record
         crashes = sum(point.failure == CRASHED for point in record.points)
@@ -96,6 +100,8 @@ def _drawn(record: Record) -> Record:
     type=click.Choice(["remat", "failed", "all"]),
     help="Measure these points again. Without it only what is not there yet is measured.",
 )
+@click.option("--jobs", "num_jobs", default=1, show_default=True, help="Models at a time; several take --clock cpu.")
+@click.option("--no-remat", is_flag=True, help="Only the rivals, which stay as they are when remat changes.")
 @click.option("--quick", "is_quick", is_flag=True, help="One model, three budgets, one configuration a family.")
 @click.option("--record", "keep", is_flag=True, help="Keep the results under benchmarks/results/ and in README too.")
 def main(
@@ -105,31 +111,51 @@ def main(
     clock: str,
     with_fixed: bool,
     again: str | None,
+    num_jobs: int,
+    no_remat: bool,
     is_quick: bool,
     keep: bool,
 ) -> None:
     if is_quick and keep:
         raise click.UsageError("--quick is for seeing that everything runs, and is not recorded.")
+    if num_jobs > 1 and clock != "cpu":
+        raise click.UsageError("Models that are measured side by side wait for one another: --jobs takes --clock cpu.")
     if is_quick:
         keys, num_budgets, num_rounds = keys or (QUICK_MODEL,), QUICK_BUDGETS, QUICK_ROUNDS
     console = console_for_output()
     folder = BUILD / "quick" if is_quick else BUILD
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "suite.json"
+    turns = Turns(folder / "suite.turns")
+    turns.path.write_text("", encoding="utf-8")
     arguments = ["--budgets", str(num_budgets), "--rounds", str(num_rounds)]
-    arguments += (["--try-n"] if with_fixed else []) + (["--quick"] if is_quick else [])
-    records: list[Record] = []
-    for model in [MODELS[key] for key in keys] or MODELS.values():
-        if model.missing():
-            console.print(f"{model.key}: skipped, {model.missing()} is not installed (pip install '.[bench]')")
-            continue
+    given = {"--try-n": with_fixed, "--quick": is_quick, "--no-remat": no_remat}
+    arguments += [name for name, is_given in given.items() if is_given]
+
+    def measure_one(model: Model) -> Record:
         console.print(f"{model.key}: {model.title}", highlight=False)
         if again:
-            without(path, model.key, again)
-        records.append(measured(model, path, arguments, clock))
-        for into in (folder, RESULTS) if keep else (folder,):
-            write_results([records[-1]], trained(path), into)
-        show(model_report(records[-1]), console)
+            with turns.held():
+                without(path, model.key, again)
+        return measured(model, path, turns, arguments, clock)
+
+    chosen = [MODELS[key] for key in keys] or list(MODELS.values())
+    for model in chosen:
+        if model.missing():
+            console.print(f"{model.key}: skipped, {model.missing()} is not installed (pip install '.[bench]')")
+    records: list[Record] = []
+    with ThreadPoolExecutor(num_jobs) as pool:
+        try:
+            for record in pool.map(measure_one, [model for model in chosen if not model.missing()]):
+                records.append(record)
+                with turns.held():
+                    for into in (folder, RESULTS) if keep else (folder,):
+                        write_results([record], trained(path), into)
+                show(model_report(record), console)
+        except BaseException:  # they are in process groups of their own, which the keyboard does not reach
+            pool.shutdown(wait=False, cancel_futures=True)
+            turns.tell(signal.SIGINT)
+            raise
     for report in reports(records, trained(path))[: 2 if trained(path) else 1]:
         show(report, console)
     if keep:

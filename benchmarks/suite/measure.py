@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -53,6 +54,7 @@ from benchmarks.suite.models import CHARACTERS, MODELS
 from benchmarks.suite.systems import in_fixed_numbers, one_a_family, rivals
 from benchmarks.suite.table import FIXED, read_off_bytes
 from benchmarks.suite.training import Curve, read_curves, train, write_curves
+from benchmarks.suite.turns import Turns
 from remat_compiler.measure import tensor_bytes
 from remat_passes.errors import CannotSplitError, RematError
 
@@ -71,6 +73,7 @@ class Settings:
     clock: str = "wall"
     with_fixed: bool = False  # remat in each fixed number of micro-batches too
     is_quick: bool = False  # one configuration of each family of rivals, and no training
+    with_remat: bool = True  # without it the rivals alone, which do not change when remat does
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class Bench:
     settings: Settings
     record: Record
     truth: dict[str, torch.Tensor] | None
+    turns: Turns
     reference: Trial | None = None  # torch.compile, which all take turns with
 
     @property
@@ -112,7 +116,8 @@ class Bench:
     def update(self, **changes: object) -> None:
         """Change the record, and write it."""
         self.record = replace(self.record, **changes)  # type: ignore[arg-type]
-        write_records(self.path, [self.record])
+        with self.turns.held():
+            write_records(self.path, [self.record])
 
     def _put(self, point: Point) -> None:
         others = tuple(p for p in self.record.points if p.name != point.name)
@@ -137,7 +142,8 @@ class Bench:
 
     def _timed(self, point: Point, trial: Trial) -> Point:
         assert self.reference is not None, "torch.compile is started first"
-        own_s, other_s = interleaved_s([trial.step, self.reference.step], self.settings.num_rounds, self.clock)
+        with self.turns.alone():
+            own_s, other_s = interleaved_s([trial.step, self.reference.step], self.settings.num_rounds, self.clock)
         ratio = 1.0 if trial is self.reference else median_ratio(own_s, other_s)
         return replace(point, measured_ms=min(own_s) * 1e3, step_ratio=ratio)
 
@@ -225,7 +231,7 @@ def can_split(model: Model) -> bool:
     return True
 
 
-def opened(model: Model, path: Path, settings: Settings) -> Bench:
+def opened(model: Model, path: Path, settings: Settings, turns: Turns) -> Bench:
     """The measurement of ``model``, with what is in ``path`` of it already.
 
     Raises:
@@ -243,16 +249,16 @@ def opened(model: Model, path: Path, settings: Settings) -> Bench:
             " for. Measure all of it again (--again all), or go on with the same clock."
         )
     notes = dict.fromkeys((*record.notes, f"{machine_notes()[0]}; {settings.clock} clock"))
-    return Bench(model, path, settings, replace(record, failure="", notes=tuple(notes)), truth)
+    return Bench(model, path, settings, replace(record, failure="", notes=tuple(notes)), truth, turns)
 
 
-def measure_model(model: Model, path: Path, settings: Settings) -> Record:
+def measure_model(model: Model, path: Path, settings: Settings, turns: Turns) -> Record:
     """All systems at one model. A record that is complete has no ``failure``.
 
     Raises:
         ValueError: step times of another clock are in ``path``.
     """
-    bench = opened(model, path, settings)
+    bench = opened(model, path, settings, turns)
     module, batch = model.make()
     warm_inductor_up()
     _, compiled = plain()
@@ -264,6 +270,8 @@ def measure_model(model: Model, path: Path, settings: Settings) -> Record:
     bench.update(notes=tuple(dict.fromkeys((*bench.record.notes, *skipped))))
     for contender in one_a_family(listed) if settings.is_quick else listed:
         bench.add(contender)
+    if not settings.with_remat:
+        return bench.record
     try:
         for contender in ours(bench, len(batch[0])):
             bench.add(contender)
@@ -370,11 +378,14 @@ def line(point: Point) -> str:
 @click.option("--clock", type=click.Choice(list(CLOCKS)), default="wall")
 @click.option("--try-n", "with_fixed", is_flag=True)
 @click.option("--quick", "is_quick", is_flag=True)
-def main(key: str, path: Path, num_budgets: int, num_rounds: int, clock: str, with_fixed: bool, is_quick: bool) -> None:
-    settings = Settings(num_budgets, num_rounds, clock, with_fixed, is_quick)
+@click.option("--no-remat", "with_remat", is_flag=True, flag_value=False, default=True)
+@click.option("--turns", "turns_path", type=click.Path(path_type=Path), default=BUILD / "suite.turns")
+def main(key: str, path: Path, turns_path: Path, **settings: Any) -> None:
+    turns = Turns(turns_path)
+    turns.join()
     # With workers that compile, a compile time would hang on how warm they are, and processor time would miss theirs.
     with torch._dynamo.config.patch(MANY_VERSIONS), config.patch(compile_threads=1):
-        measure_model(MODELS[key], path, settings)
+        measure_model(MODELS[key], path, Settings(**settings), turns)
 
 
 if __name__ == "__main__":
