@@ -17,7 +17,7 @@ from benchmarks.peak import __main__ as program
 from benchmarks.peak import systems, table
 from benchmarks.peak.models import MODELS, Model, checkpoint_blocks, checkpointed_attention
 from benchmarks.peak.systems import Contender, falling_budgets, measure, smallest_feasible_bytes, start, under_budgets
-from benchmarks.peak.table import COMPILE, REMAT, Point, Record
+from benchmarks.peak.table import COMPILE, EAGER, REMAT, Point, Record
 from remat_passes.errors import BudgetInfeasibleError
 
 MIB = 2**20
@@ -397,10 +397,27 @@ def test_without_a_smallest_peak_the_record_says_why(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(systems, "plain", lambda: (Contender(COMPILE, System(COMPILE)),))
     monkeypatch.setattr(systems, "smallest_feasible_bytes", lambda model: [][0])
 
-    made = systems.measure_model(TINY, tmp_path / "record.json", 3, with_rivals=False, num_rounds=0)
+    made = systems.measure_model(TINY, tmp_path / "record.json", 3, [], num_rounds=0)
 
     assert "the smallest peak is not known: IndexError" in made.failure
     assert table.read_records(tmp_path / "record.json") == (made,)
+
+
+def test_chosen_rivals_and_budgets_are_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    added: list[Contender] = []
+
+    def add(bench: systems.Bench, contender: Contender, truth: object) -> Point:
+        added.append(contender)
+        return Point(contender.family, contender.system.name, measured_bytes=100 * MIB)
+
+    monkeypatch.setattr(systems.Bench, "add", add)
+    monkeypatch.setattr(systems, "smallest_feasible_bytes", lambda model: MIB)
+    listed = [c for c in systems.rivals() if c.family == "checkpoint per block"]
+
+    systems.measure_model(TINY, tmp_path / "record.json", 3, listed, num_rounds=0, asked=[20 * MIB, 50 * MIB])
+
+    assert [c.family for c in added] == [EAGER, COMPILE, "checkpoint per block", REMAT, REMAT]
+    assert [c.budget_bytes for c in added[-2:]] == [50 * MIB, 20 * MIB]
 
 
 def test_budgets_at_the_rivals_peaks_are_asked_for_too() -> None:

@@ -16,9 +16,12 @@ import click
 
 from benchmarks.peak.models import MODELS, Model
 from benchmarks.peak.picture import draw_peaks
-from benchmarks.peak.systems import NUM_BUDGETS, NUM_ROUNDS
+from benchmarks.peak.systems import NUM_BUDGETS, NUM_ROUNDS, rivals
 from benchmarks.peak.table import Record, model_report, read_records, summary, write_records
 from benchmarks.report import BUILD, RESULTS, ROOT, Report, console_for_output, machine_notes, show
+from remat_passes.units import parse_bytes
+
+FAMILIES = tuple(dict.fromkeys(contender.family for contender in rivals()))
 
 
 def measured(model: Model, arguments: Sequence[str]) -> Record:
@@ -50,16 +53,27 @@ def write_results(records: Sequence[Record], folder: Path) -> tuple[Record, ...]
 @click.command(help=__doc__)
 @click.option("--model", "keys", multiple=True, type=click.Choice(list(MODELS)), help="Only this model; repeatable.")
 @click.option("--budgets", "num_budgets", default=NUM_BUDGETS, show_default=True, help="Budgets a model.")
+@click.option("--budget", "asked", multiple=True, help="This budget in their place, such as 97MiB; repeatable.")
+@click.option("--rival", "families", multiple=True, type=click.Choice(FAMILIES), help="Only these; repeatable.")
 @click.option("--no-rivals", is_flag=True, help="Only eager, torch.compile and remat.")
 @click.option("--times", "with_times", is_flag=True, help="Step times too: every system is kept alive.")
 @click.option("--rounds", "num_rounds", default=NUM_ROUNDS, show_default=True, help="Timed steps of each system.")
 @click.option("--record", "keep", is_flag=True, help="Keep the results under benchmarks/results/ too.")
 def main(
-    keys: tuple[str, ...], num_budgets: int, no_rivals: bool, with_times: bool, num_rounds: int, keep: bool
+    keys: tuple[str, ...],
+    num_budgets: int,
+    asked: tuple[str, ...],
+    families: tuple[str, ...],
+    no_rivals: bool,
+    with_times: bool,
+    num_rounds: int,
+    keep: bool,
 ) -> None:
     console = console_for_output()
     arguments = ["--budgets", str(num_budgets), "--no-rivals" if no_rivals else "--rivals"]
     arguments += ["--rounds", str(num_rounds if with_times else 0)]
+    arguments += [argument for family in families for argument in ("--rival", family)]
+    arguments += [argument for budget in asked for argument in ("--budget", str(parse_bytes(budget)))]
     records = []
     for model in [MODELS[key] for key in keys] or MODELS.values():
         if model.missing():

@@ -265,8 +265,19 @@ def timed(record: Record, trials: Sequence[Trial], num_rounds: int) -> Iterator[
         yield point if own is None else replace(point, measured_ms=own.min_ms, step_ratio=own.ratio)
 
 
-def measure_model(model: Model, path: Path, num_budgets: int, *, with_rivals: bool, num_rounds: int) -> Record:
-    """All systems at one model; ``num_rounds`` is 0 without step times."""
+def measure_model(
+    model: Model,
+    path: Path,
+    num_budgets: int,
+    listed: Sequence[Contender],
+    *,
+    num_rounds: int,
+    asked: Sequence[int] = (),
+) -> Record:
+    """``listed`` rivals and remat at one model; ``num_rounds`` is 0 without step times.
+
+    The budgets are those ``asked`` for in bytes, or ``num_budgets`` evenly spaced ones and those read off the rivals.
+    """
     module, batch = model.make()
     truth = reference_gradients(module, batch) if model.is_exact else None
     own_bytes, gradient_bytes = tensor_bytes(module, batch), tensor_bytes(list(module.parameters()))
@@ -280,9 +291,8 @@ def measure_model(model: Model, path: Path, num_budgets: int, *, with_rivals: bo
     if full is None or full.measured_bytes is None:
         bench.update(failure="torch.compile could not be measured, so there is nothing to take shares of")
         return bench.record
-    if with_rivals:
-        for contender in rivals():
-            bench.add(contender, truth)
+    for contender in listed:
+        bench.add(contender, truth)
     try:
         smallest_bytes = smallest_feasible_bytes(model)
     except Exception as error:
@@ -292,7 +302,7 @@ def measure_model(model: Model, path: Path, num_budgets: int, *, with_rivals: bo
     click.echo(f"    the smallest peak that can be reached is {format_mib(smallest_bytes)} MiB")
     bench.update(smallest_bytes=smallest_bytes)
     even = falling_budgets(full.measured_bytes, smallest_bytes, num_budgets)
-    budgets = with_read_off(even, read_off_bytes(bench.record))
+    budgets = sorted(asked, reverse=True) or with_read_off(even, read_off_bytes(bench.record))
     for contender in under_budgets(budgets, full.measured_bytes):
         bench.add(contender, truth)
     if num_rounds:
@@ -304,11 +314,22 @@ def measure_model(model: Model, path: Path, num_budgets: int, *, with_rivals: bo
 @click.argument("key", type=click.Choice(list(MODELS)))
 @click.option("--into", "path", type=click.Path(path_type=Path), required=True, help="The JSON file to write.")
 @click.option("--budgets", "num_budgets", default=NUM_BUDGETS)
+@click.option("--budget", "asked", multiple=True, type=int)
 @click.option("--rivals/--no-rivals", "with_rivals", default=True)
+@click.option("--rival", "families", multiple=True)
 @click.option("--rounds", "num_rounds", default=0)
-def main(key: str, path: Path, num_budgets: int, with_rivals: bool, num_rounds: int) -> None:
+def main(
+    key: str,
+    path: Path,
+    num_budgets: int,
+    asked: tuple[int, ...],
+    with_rivals: bool,
+    families: tuple[str, ...],
+    num_rounds: int,
+) -> None:
+    listed = [c for c in rivals() if with_rivals and (not families or c.family in families)]
     with torch._dynamo.config.patch(MANY_VERSIONS):
-        measure_model(MODELS[key], path, num_budgets, with_rivals=with_rivals, num_rounds=num_rounds)
+        measure_model(MODELS[key], path, num_budgets, listed, num_rounds=num_rounds, asked=asked)
 
 
 if __name__ == "__main__":
