@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.settings import COMPILE, REMAT, Place, Setting, in_slices
 from benchmarks.gpu.systems import SEED, Forward, compiled, remat_refusal
-from benchmarks.harness import Batch, clear_gradients, reference_gradients
+from benchmarks.harness import Batch, clear_gradients, reference_gradients, worst_error
 from benchmarks.models import GPT, GPTShape
 from benchmarks.networks import LlamaBlock, UNet
 
@@ -159,22 +159,6 @@ def _gradients(model: nn.Module, batch: Batch, forward: Forward) -> dict[str, Te
     torch.manual_seed(SEED)
     forward(own, *batch).backward()
     return {name: p.grad.double() for name, p in own.named_parameters() if p.grad is not None}
-
-
-def worst_error(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """The largest relative error (2-norm) of one gradient, each on its own.
-
-    One that is zero by mathematics (the bias of a key shifts all scores of a row alike) is held against the largest.
-    """
-    largest = max(float(gradient.norm()) for gradient in truth.values())
-    zero = torch.finfo(torch.float64).eps * largest * 1e3
-    errors = []
-    for name, own in truth.items():
-        if name not in gradients:
-            return float("inf")
-        size = float(own.norm())
-        errors.append(float((gradients[name] - own).norm()) / (size if size > zero else largest))
-    return max(errors)
 
 
 # -- masks

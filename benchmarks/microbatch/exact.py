@@ -16,7 +16,7 @@ import click
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import Batch, System, reference_gradients
+from benchmarks.harness import Batch, System, gradient_error, reference_gradients
 from benchmarks.microbatch.systems import SEED
 from benchmarks.microbatch.table import REMAT, Exactness
 from benchmarks.models import GPT, GPTShape
@@ -31,7 +31,7 @@ from benchmarks.networks import (
     UNet,
     VisionTransformer,
 )
-from benchmarks.peak.systems import MANY_VERSIONS, Contender, start, worst_error
+from benchmarks.peak.systems import MANY_VERSIONS, Contender, start
 from remat_passes.errors import CannotSplitError
 
 SAMPLES = 8
@@ -126,7 +126,7 @@ def exactness(case: Case, dtype: torch.dtype, samples: int, slices: Sequence[int
     """The error of each split beside that of the unsplit step; a step that cannot be split is asked for once."""
     model, batch = made(case, samples, dtype)
     truth = reference_gradients(model, batch)
-    unsplit_error = worst_error(start(split_in(1), copy.deepcopy(model), batch), truth)
+    unsplit_error = gradient_error(start(split_in(1), copy.deepcopy(model), batch), truth)
     for num_slices in slices:
         where = (case.name, str(dtype).removeprefix("torch."), samples, num_slices)
         try:
@@ -137,7 +137,7 @@ def exactness(case: Case, dtype: torch.dtype, samples: int, slices: Sequence[int
         except Exception as error:  # a crash is a row of its own
             yield Exactness(*where, refusal=f"failed: {type(error).__name__}: {error}".partition("\n")[0])
             continue
-        yield Exactness(*where, worst_error(trial, truth), unsplit_error)
+        yield Exactness(*where, gradient_error(trial, truth), unsplit_error)
         torch.compiler.reset()
         gc.collect()
 

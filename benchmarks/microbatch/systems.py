@@ -23,6 +23,7 @@ from benchmarks.harness import (
     by_slices,
     clear_gradients,
     compiled,
+    gradient_error,
     interleaved_s,
     measured_total_bytes,
     median_ratio,
@@ -34,7 +35,7 @@ from benchmarks.harness import (
 )
 from benchmarks.microbatch.table import CHUNKER, COMPILE, EAGER, LOOP, REMAT, Point, find
 from benchmarks.models import GPTShape, build_gpt, random_batch
-from benchmarks.peak.systems import MANY_VERSIONS, worst_error
+from benchmarks.peak.systems import MANY_VERSIONS
 from benchmarks.report import format_mib
 from remat_passes.errors import RematError
 
@@ -99,7 +100,7 @@ def measured(contender: Contender, trial: Trial, truth: dict[str, torch.Tensor])
         contender.point,
         projected_bytes=trial.plan.projected_peak_bytes if trial.plan else None,
         measured_bytes=measured_total_bytes(trial),
-        gradient_error=worst_error(trial, truth),
+        gradient_error=gradient_error(trial, truth),
         compile_s=trial.compile_s if trial.system.backend else None,
     )
 

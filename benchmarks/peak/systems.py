@@ -30,7 +30,6 @@ from benchmarks.harness import (
     gradient_error,
     interleaved_times,
     measured_total_bytes,
-    named_gradients,
     pieces,
     reference_gradients,
     seconds,
@@ -146,21 +145,6 @@ def num_products_in_backward(trial: Trial) -> int:
     return sum(any(span.start <= start <= span.end for span in spans) for start in starts)
 
 
-def worst_error(trial: Trial, truth: Mapping[str, torch.Tensor]) -> float:
-    """The largest relative error of one gradient; a gradient that is zero by mathematics is held against the largest.
-
-    The bias of a key shifts all scores of a row alike, which softmax does not see: its gradient in float64 is rounding.
-    """
-    largest: float = max(gradient.norm().item() for gradient in truth.values())
-    zeros = {name for name, g in truth.items() if g.norm().item() <= torch.finfo(torch.float64).eps * largest}
-    error = gradient_error(trial, {name: g for name, g in truth.items() if name not in zeros})
-    found = {name: gradient for name, gradient in named_gradients(trial.model).items() if name in zeros}
-    if any(gradient is None for gradient in found.values()):
-        return float("inf")
-    distances: list[float] = [(g.double() - truth[name]).norm().item() for name, g in found.items() if g is not None]
-    return max(error, max(distances, default=0.0) / largest)
-
-
 def measure(contender: Contender, trial: Trial, num_graphs: int, truth: Mapping[str, torch.Tensor] | None) -> Point:
     """Everything about one point but its step time."""
     plan = trial.plan
@@ -175,7 +159,7 @@ def measure(contender: Contender, trial: Trial, num_graphs: int, truth: Mapping[
         step_us=plan.step_us if plan else None,
         lower_bound_us=plan.lower_bound_us if plan else None,
         num_products=num_products_in_backward(trial),
-        gradient_error=worst_error(trial, truth) if truth is not None else None,
+        gradient_error=gradient_error(trial, truth) if truth is not None else None,
         planning_s=trial.planning_s,
         num_graphs=num_graphs if is_ours else None,
     )
