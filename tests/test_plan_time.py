@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.networks import EqualLayers, ExplicitAttention, LanguageModel, LlamaBlock, ResNet, UNet
 from remat_compiler import torch_private
+from remat_compiler.torch_private import partitioners
 from remat_passes import holds as holds_module
 from remat_passes.cut import Network, cut_of, cut_of_saved, fastest_price, smallest_price, solve, without_dead_ends
 from remat_passes.holds import boundaries, holds
@@ -109,7 +110,7 @@ def test_the_yardstick_is_the_answer_of_the_whole_partitioner(name: str, monkeyp
         marks = [(dict(node.meta), hasattr(node, "dist_from_bw")) for node in module.graph.nodes]
         found = fast(module, num_outputs, static)
         assert marks == [(dict(node.meta), hasattr(node, "dist_from_bw")) for node in module.graph.nodes]
-        whole.append(torch_private._saved_by_whole_partitioner(module, num_outputs, static))
+        whole.append(partitioners._saved_by_whole_partitioner(module, num_outputs, static))
         return found
 
     monkeypatch.setattr(torch_private, "inductor_saved_names", both)
@@ -136,15 +137,15 @@ def test_the_flow_of_the_yardstick_is_that_of_networkx() -> None:
             expected = nx.minimum_cut(graph, "s", "t")
         except nx.NetworkXUnbounded:
             with pytest.raises(nx.NetworkXUnbounded):
-                torch_private._minimum_cut(graph, "s", "t")
+                partitioners._minimum_cut(graph, "s", "t")
             continue
-        assert torch_private._minimum_cut(graph, "s", "t") == expected
+        assert partitioners._minimum_cut(graph, "s", "t") == expected
 
 
 def test_networkx_is_itself_again() -> None:
     step, inputs = STEPS["equal layers"]()
     before = nx.minimum_cut
-    with mock.patch.object(torch_private, "_minimum_cut", wraps=torch_private._minimum_cut) as used:
+    with mock.patch.object(partitioners, "_minimum_cut", wraps=partitioners._minimum_cut) as used:
         trace(step, *inputs)
     assert used.called
     assert nx.minimum_cut is before
