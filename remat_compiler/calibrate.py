@@ -35,7 +35,7 @@ from remat_passes.errors import ConfigError
 
 from .torch_private import outside_of_tracing
 
-METHOD = 2  # part of a cache file's name: raise it whenever what is measured changes
+METHOD = 3  # part of a cache file's name: raise it whenever what is measured changes
 
 # ATen stays on one thread below this many elements (at::internal::GRAIN_SIZE), and the pointwise measurements below it:
 # on all threads a run this short would be the start of a parallel region and little else.
@@ -47,6 +47,19 @@ STREAM_SLICE_ELEMENTS = (2**21, GRAIN_ELEMENTS - 1)  # of one run: on all thread
 GEMM_INNER, GEMM_COLUMNS = 512, 512  # a small model's linear layer
 GEMM_MIN_ROWS, GEMM_MAX_ROWS = 64, 2048  # a dtype without instructions of its own is too slow for more than the fewest
 GEMM_RUN_US = 500.0  # rows are added until a run takes this long: enough to keep many threads busy, still short
+
+# A launch is what a product this small takes beyond its arithmetic: the call, a result to allocate, a view of an
+# operand, and with several threads the start and the end of a parallel region, which is most of it. The loops that
+# Inductor compiles pay the same (4 to 6 us on two Zen 5 cores, 2 on one).
+LAUNCH_ROWS, LAUNCH_EXTENT = 16, 64
+
+# Images, channels in and out, rows and columns of a 3x3 convolution inside a small network, and of one with next to no
+# work: its launch. oneDNN looks a kernel up and packs the weight for it in each call (25 us on one Zen 5 core, where a
+# product takes 2), and uses vector instructions that MKL does not on an AMD (270 flops/ns to 116). For a single small
+# image ATen goes around oneDNN.
+CONVOLUTION = (4, 32, 32)
+SMALL_CONVOLUTION = (2, 4, 4)
+WINDOW = 3
 
 # A fastest time that AGREEING_RUNS others come near to is believed, else the limit ends the search. On a busy machine
 # every measurement uses its limit up, and rounds end early so that all stays under three seconds.
@@ -125,8 +138,9 @@ def measure_cpu() -> tuple[DeviceSpec, bool]:
     # The compile that asks may have fake tensors, autograd or autocast on. A thread of its own would have none of them,
     # but once the main thread has run in parallel, matmuls in another one were seen to stay on one core.
     with outside_of_tracing(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        launch, huber, softplus = _launch(), _per_element(_huber), _per_element(_softplus)
-        units = _parallel_units()
+        product, huber, softplus = _small_product(), _per_element(_huber), _per_element(_softplus)
+        convolution = _convolution(*SMALL_CONVOLUTION)
+        units = _parallel_units(convolution.us)
     thread_flops_per_us = HUBER_FLOPS / huber.us
     transcendental_us = softplus.us / SOFTPLUS_TRANSCENDENTALS
     rates = {name: 1 / unit.us for name, unit in units.items()}
@@ -134,6 +148,8 @@ def measure_cpu() -> tuple[DeviceSpec, bool]:
     # A multiply-add is two operations and one instruction, so a matmul below this was disturbed by other work.
     rates["float32"] = max(rates["float32"], pointwise_flops_per_us)
     rates["float64"] = max(rates["float64"], pointwise_flops_per_us / 2)
+    arithmetic_us = 2 * LAUNCH_ROWS * LAUNCH_EXTENT**2 / rates["float32"]
+    launch_us = max(product.us - arithmetic_us, product.us / 10)  # never 0, whatever the clock does
     spec = DeviceSpec(
         name="cpu",
         kind="cpu",
@@ -143,10 +159,12 @@ def measure_cpu() -> tuple[DeviceSpec, bool]:
         pointwise_flops_per_us=_rounded(pointwise_flops_per_us),
         transcendental_flops=_rounded(transcendental_us * thread_flops_per_us),
         random_flops=_rounded(RANDOM_US * thread_flops_per_us),
-        launch_us=_rounded(launch.us),
+        launch_us=_rounded(launch_us),
+        convolution_flops_per_us=_rounded(rates["convolution"]),
+        convolution_launch_us=_rounded(convolution.us),
         source=f"measured by remat_compiler.calibrate on {cpu_model()}, {num_threads} threads, {_torch_version()}",
     )
-    return spec, any(time.is_disturbed for time in (launch, huber, softplus, *units.values()))
+    return spec, any(time.is_disturbed for time in (product, huber, softplus, convolution, *units.values()))
 
 
 # Measurements.
@@ -201,17 +219,20 @@ def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, device="cpu")
 
 
-def _parallel_units() -> dict[str, Timing]:
-    """A byte ("stream") and a flop (by dtype name) of all threads: of each the best of all rounds."""
+def _parallel_units(convolution_launch_us: float) -> dict[str, Timing]:
+    """A byte ("stream"), a flop of a product (by dtype name) and one of a convolution, of all threads: of each the best
+    of all rounds."""
     arrays = [_ones(STREAM_BYTES // 4) for _ in range(3)]
-    found: dict[str, list[Timing]] = {name: [] for name in ("stream", *DTYPES)}
+    found: dict[str, list[Timing]] = {name: [] for name in ("stream", *DTYPES, "convolution")}
     start_s = time.perf_counter()
     for done in range(ROUNDS):
         if done and time.perf_counter() - start_s > ROUNDS_LIMIT_S:
             break
         found["stream"].extend(_stream_bytes(arrays))
+        byte_us = min(found["stream"]).us
         for dtype in DTYPES:
-            found[dtype].append(_gemm_flop(getattr(torch, dtype)))
+            found[dtype].append(_gemm_flop(getattr(torch, dtype), byte_us))
+        found["convolution"].append(_convolution_flop(convolution_launch_us, byte_us))
     return {name: min(timings) for name, timings in found.items()}
 
 
@@ -227,7 +248,8 @@ def _stream_bytes(arrays: Sequence[torch.Tensor]) -> Iterable[Timing]:
         yield _best(run).each_of(3 * 4 * num_elements)
 
 
-def _gemm_flop(dtype: torch.dtype) -> Timing:
+def _gemm_flop(dtype: torch.dtype, byte_us: float) -> Timing:
+    """Of a product, without its traffic: the two follow one another (``DeviceSpec.overlaps``)."""
     weight = _ones(GEMM_INNER, GEMM_COLUMNS, dtype=dtype)
 
     def best(rows: int, limit_us: float) -> Timing:
@@ -236,12 +258,34 @@ def _gemm_flop(dtype: torch.dtype) -> Timing:
     rows = GEMM_MIN_ROWS
     while rows < GEMM_MAX_ROWS and best(rows, LIMIT_US / 20).us < GEMM_RUN_US:
         rows *= 2
-    return best(rows, LIMIT_US).each_of(2 * rows * GEMM_INNER * GEMM_COLUMNS)
+    num_elements = rows * GEMM_INNER + GEMM_INNER * GEMM_COLUMNS + rows * GEMM_COLUMNS
+    arithmetic = _without(best(rows, LIMIT_US), num_elements * dtype.itemsize * byte_us)
+    return arithmetic.each_of(2 * rows * GEMM_INNER * GEMM_COLUMNS)
 
 
-def _launch() -> Timing:
-    tiny, out = _ones(1), _ones(1)
-    return _best(lambda: torch.add(tiny, tiny, out=out))
+def _convolution_flop(launch_us: float, byte_us: float) -> Timing:
+    """Of a convolution, without its launch and its traffic."""
+    images, channels, extent = CONVOLUTION
+    num_elements = 2 * images * channels * extent**2 + (channels * WINDOW) ** 2
+    arithmetic = _without(_convolution(*CONVOLUTION), launch_us + num_elements * 4 * byte_us)
+    return arithmetic.each_of(2 * images * (channels * extent * WINDOW) ** 2)
+
+
+def _without(timing: Timing, other_us: float) -> Timing:
+    """What is left of a run that ``other_us`` is a small part of, whatever the clock says."""
+    return Timing(timing.is_disturbed, max(timing.us - other_us, timing.us / 2))
+
+
+def _convolution(images: int, channels: int, extent: int) -> Timing:
+    layout = {"memory_format": torch.channels_last}
+    batch = _ones(images, channels, extent, extent).contiguous(**layout)
+    weight = _ones(channels, channels, WINDOW, WINDOW).contiguous(**layout)
+    return _best(lambda: torch.conv2d(batch, weight, padding=WINDOW // 2))
+
+
+def _small_product() -> Timing:
+    rows, weight = _ones(LAUNCH_ROWS, LAUNCH_EXTENT), _ones(LAUNCH_EXTENT, LAUNCH_EXTENT)
+    return _best(lambda: torch.mm(rows, weight.t()))
 
 
 def _per_element(kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]) -> Timing:

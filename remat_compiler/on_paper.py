@@ -88,7 +88,7 @@ class CapturedStep:
 class Limits:
     """The step's work by the roofline, nothing computed twice: what each resource would take if it were the only one.
 
-    They overlap: a kernel takes the longer of its arithmetic and its memory traffic.
+    On a GPU they overlap: a kernel takes the longer of its arithmetic and its memory traffic.
     """
 
     arithmetic_us: float
@@ -291,12 +291,15 @@ def held_bytes(graph: CapturedGraph, spec: DeviceSpec) -> tuple[int, int]:
 
 def limits(graph: CapturedGraph, spec: DeviceSpec) -> Limits:
     """What the step's time is made of."""
-    rates = dict.fromkeys(spec.matmul_flops_per_us, AT_ONCE)
-    alone = replace(spec, launch_us=0.0)
-    no_arithmetic = replace(alone, matmul_flops_per_us=rates, pointwise_flops_per_us=AT_ONCE)
-    no_traffic = replace(alone, bandwidth_bytes_per_us=AT_ONCE)
-    neither = replace(no_arithmetic, bandwidth_bytes_per_us=AT_ONCE, launch_us=spec.launch_us)
+    no_arithmetic: dict[str, Any] = {
+        "matmul_flops_per_us": dict.fromkeys(spec.matmul_flops_per_us, AT_ONCE),
+        "convolution_flops_per_us": AT_ONCE,
+        "pointwise_flops_per_us": AT_ONCE,
+    }
+    no_traffic = {"bandwidth_bytes_per_us": AT_ONCE}
+    no_launches = {"launch_us": 0.0, "convolution_launch_us": 0.0}
     arithmetic, traffic, launches = (
-        price(graph.joint, other).fixed_ps / PS_PER_US for other in (no_traffic, no_arithmetic, neither)
+        price(graph.joint, replace(spec, **others)).fixed_ps / PS_PER_US
+        for others in (no_traffic | no_launches, no_arithmetic | no_launches, no_arithmetic | no_traffic)
     )
     return Limits(arithmetic, traffic, launches)

@@ -38,6 +38,8 @@ SPEC = DeviceSpec(
     transcendental_flops=20.0,
     random_flops=50.0,
     launch_us=2.0,
+    convolution_flops_per_us=10_000.0,
+    convolution_launch_us=2.0,
     source="made up",
 )
 

@@ -41,6 +41,8 @@ TEST_SPEC = DeviceSpec(
     transcendental_flops=60.0,
     random_flops=470.0,
     launch_us=0.9,
+    convolution_flops_per_us=50_000.0,
+    convolution_launch_us=0.9,
     source="about a 2-core server; fixed for the tests",
 )
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from remat_compiler import plans
 from remat_compiler.cli import main
+from remat_passes.candidates import RESOLUTION
 from remat_passes.device import BUILT_IN
 
 GIB = 2**30
@@ -327,7 +328,8 @@ def test_a_sweep_over_budgets_goes_from_plain_inductor_to_the_smallest(tmp_path:
     assert found[0]["budget_bytes"] == found[0]["inductor_peak_bytes"]
     peaks, steps = [answer["peak_bytes"] for answer in found], [answer["step_us"] for answer in found]
     assert peaks == sorted(peaks, reverse=True)
-    assert steps == sorted(steps)
+    # What promises less than RESOLUTION of the step is not searched; under a lower budget it may be.
+    assert all(later >= (1 - RESOLUTION) * max(steps[:i]) for i, later in enumerate(steps) if i), steps
     assert found[-1]["peak_bytes"] == found[-1]["budget_bytes"]
 
 

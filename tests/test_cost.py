@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from remat_passes.joint import UNBACKED_SIZE, JointGraph, Side
 from remat_passes.ops import FUSIBLE, OpKind
 
 aten = torch.ops.aten
+GPU = replace(SPEC, kind="cuda")
 TIMED = {*FUSIBLE, OpKind.EXTERN, OpKind.SCATTER}
 
 
@@ -46,10 +48,10 @@ def single(op: Callable[..., Any], shapes: list[tuple[int, ...]], *arguments: An
 def time_us(op: Callable[..., Any], shapes: list[tuple[int, ...]], *arguments: Any, **options: Any) -> float:
     joint = single(op, shapes, *arguments, **options)
     value = joint.values[len(shapes)]
-    return float(op_time_us(joint, value, SPEC, traced_sizes))
+    return float(op_time_us(joint, value, options.get("spec", GPU), traced_sizes))
 
 
-# -- a kernel of its own takes the longer of arithmetic and traffic ---------------------------------------------------
+# -- a kernel of its own takes the longer of arithmetic and traffic on a GPU, on a CPU both ---------------------------
 
 
 def test_a_large_product_is_bound_by_arithmetic() -> None:
@@ -62,6 +64,21 @@ def test_a_thin_product_is_bound_by_traffic() -> None:
     moved_bytes = (64 * 32 + 32 * 16 + 64 * 16) * 4
     assert moved_bytes / 1_000 > 2 * 64 * 32 * 16 / 10_000
     assert time_us(aten.mm.default, [(64, 32), (32, 16)]) == pytest.approx(14.336 + 2)
+
+
+def test_on_a_cpu_a_product_packs_its_operands_and_then_computes() -> None:
+    arithmetic_us, traffic_us = 419.4304, 3 * 128 * 128 * 4 / 1_000
+    assert time_us(aten.mm.default, [(128, 128), (128, 128)], spec=SPEC) == pytest.approx(
+        arithmetic_us + traffic_us + 2
+    )
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 4, 8])
+def test_the_weight_of_a_product_is_packed_once_a_slice(num_slices: int) -> None:
+    whole_us = time_us(aten.mm.default, [(512, 128), (128, 64)], spec=SPEC)
+    slice_us = time_us(aten.mm.default, [(512 // num_slices, 128), (128, 64)], spec=SPEC)
+    packed_us = 128 * 64 * 4 / 1_000
+    assert num_slices * slice_us == pytest.approx(whole_us + (num_slices - 1) * (packed_us + 2))
 
 
 @pytest.mark.parametrize(
@@ -96,10 +113,27 @@ def test_a_convolution() -> None:
     assert found == pytest.approx(max(flops / 10_000, moved_bytes / 1_000) + 2)
 
 
-@pytest.mark.parametrize(
+MASKS = pytest.mark.parametrize(
     ("mask", "parts", "passes"),
     [([True, True, True], (0, 1, 2), 2), ([False, True, True], (1, 2), 1), ([True, False, False], (0,), 1)],
 )
+
+
+@MASKS
+def test_a_convolution_has_a_rate_and_a_launch_of_its_own(
+    mask: list[bool], parts: tuple[int, ...], passes: int
+) -> None:
+    spec = replace(GPU, bandwidth_bytes_per_us=1e9, convolution_flops_per_us=100.0, convolution_launch_us=30.0)
+    pass_us = 2 * 2 * 16 * 16 * 8 * 4 * 3 * 3 / 100 + 30
+    shapes = [(2, 8, 16, 16), (2, 4, 16, 16), (8, 4, 3, 3)]
+    forward_us = time_us(aten.convolution.default, [*shapes[1:], (8,)], *CONVOLUTION, spec=spec)
+    backward_us = time_us(aten.convolution_backward.default, shapes, [8], *CONVOLUTION, mask, parts=parts, spec=spec)
+    assert (forward_us, backward_us) == pytest.approx((pass_us, passes * pass_us))
+    in_bfloat16 = time_us(aten.convolution.default, [*shapes[1:], (8,)], *CONVOLUTION, spec=spec, dtype=torch.bfloat16)
+    assert in_bfloat16 == pytest.approx((pass_us - 30) * 100 / spec.matmul_flops_per_us["bfloat16"] + 30)
+
+
+@MASKS
 def test_the_backward_of_a_convolution_costs_what_is_asked_of_it(
     mask: list[bool], parts: tuple[int, ...], passes: int
 ) -> None:
@@ -226,7 +260,8 @@ def test_what_a_kernel_reads_on_both_sides_is_written_anyway(costs: CostGraph) -
 
 def test_a_product_is_written_anyway_and_saving_it_adds_a_read(costs: CostGraph) -> None:
     moved_bytes = (1_000 + 100 + 1_000) * 4
-    assert priced(costs, "mm_default") == (4_000, 4.0, moved_bytes / 1_000 + 2)
+    arithmetic_us = 2 * 100 * 10 * 10 / 10_000
+    assert priced(costs, "mm_default") == (4_000, 4.0, arithmetic_us + moved_bytes / 1_000 + 2)
 
 
 def test_inputs_and_outputs_are_there_anyway(costs: CostGraph) -> None:
@@ -263,9 +298,20 @@ def test_what_no_decision_changes_is_the_work_of_both_sides() -> None:
     gradient = build.call(aten.mm.default, build.call(aten.t.default, x), build.call(aten.neg.default, tangent))
     joint = build.joint([out], [gradient])
 
-    product_us = (1_000 + 100 + 1_000) * 4 / 1_000 + 2
+    product_us = 2 * 100 * 10 * 10 / 10_000 + (1_000 + 100 + 1_000) * 4 / 1_000 + 2
     written_us = 1.0 + 2 * 4.0 + 2.0  # a pointwise op that is written: arithmetic, its traffic, one launch
     assert price(joint, SPEC).fixed_ps == round((product_us + 1.0 + written_us + written_us + product_us) * PS_PER_US)
+
+
+def test_pointwise_work_that_is_equally_deep_is_launched_once() -> None:
+    def fixed_us(num_results: int) -> float:
+        build = JointBuilder()
+        x = build.primal(1_000)
+        results = [build.call(aten.mul.Tensor, x, 2.0 + number) for number in range(num_results)]
+        return price(build.joint(results, []), SPEC).fixed_ps / PS_PER_US
+
+    written_us = 1.0 + 2 * 4.0
+    assert [fixed_us(num_results) for num_results in (1, 2, 3)] == [written_us * n + 2 for n in (1, 2, 3)]
 
 
 def test_depth_counts_kernels_on_the_longest_path() -> None:
@@ -436,7 +482,8 @@ def test_a_formula_that_fails_leaves_the_traffic(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(flop_registry, aten.bmm, picky)
     expression = op_time_us(dynamic, value, SPEC, symbolic_sizes)
     traced = op_time_us(dynamic, value, SPEC, traced_sizes)
-    assert traced == 10**9 / 10_000 + 2
+    moved_bytes = sum(4 * dynamic.values[i].numel for i in (value.index, *value.inputs))
+    assert traced == pytest.approx(10**9 / 10_000 + moved_bytes / 1_000 + 2)
     assert at_sizes(expression, dynamic, scale=1) == pytest.approx(traced)
     assert at_sizes(expression, dynamic, scale=2) > 2 * traced
 

@@ -1,9 +1,10 @@
 """CostGraph: what saving and what recomputing a value costs, in bytes and picoseconds.
 
 A roofline with fusion. A kernel of its own (GEMM, convolution, attention) takes the longer of its arithmetic and its
-traffic. A pointwise op is inlined into what reads it, so recomputing it costs arithmetic only, while saving it costs
-one write in forward and one read in backward - unless the write or the read happens anyway. Without this a roofline
-saves twice as much as it should (docs/cut.md has the derivation).
+traffic on a GPU, and both one after the other on a CPU (``DeviceSpec.overlaps``). A pointwise op is inlined into what
+reads it, so recomputing it costs arithmetic only, while saving it costs one write in forward and one read in backward -
+unless the write or the read happens anyway. Without this a roofline saves twice as much as it should (docs/cut.md has
+the derivation).
 
 Williams, Waterman, Patterson: Roofline (CACM 52(4), 2009).
 """
@@ -116,17 +117,24 @@ _WITHOUT_WORK = frozenset({OpKind.INPUT, OpKind.VIEW, OpKind.PART, OpKind.SYMBOL
 
 
 def _prices(pricing: _Pricing) -> tuple[list[ValueCost], list[Any]]:
-    """The prices of each value, and the work of each that no decision changes."""
+    """The prices of each value, and the terms of the time that no decision changes: the work of each value, its way
+    through memory where it takes one, and the launches of fused kernels."""
     joint = pricing.joint
     written = _written(joint)
     kept_anyway = {joint.values[i].base for i in joint.forward_outputs}
+    depths = kernel_depths(joint)
+    fused: set[tuple[Side, int]] = set()  # kernels of pointwise work: what is equally deep is one
     values, fixed = [], []
     for value, (in_forward, in_backward) in zip(joint.values, written, strict=True):
         work = pricing.work_ps(value)
         values.append(_value_cost(pricing, value, work, in_forward, in_backward, kept_anyway))
-        if value.side is not Side.EITHER:
-            fixed.append(_fixed_ps(pricing, value, work, in_forward or in_backward))
-    return values, fixed
+        if value.side is Side.EITHER:
+            continue
+        is_written = value.kind in FUSIBLE and (in_forward or in_backward)
+        fixed.append(work + 2 * pricing.traffic_ps(pricing.storage_bytes(value)) if is_written else work)
+        if is_written:
+            fused.add((value.side, depths[value.index]))
+    return values, [*fixed, len(fused) * pricing.ps(pricing.spec.launch_us)]
 
 
 def kernel_depths(joint: JointGraph) -> list[int]:
@@ -211,14 +219,6 @@ def _is_cast_of_parameter(joint: JointGraph, value: Value) -> bool:
     return is_cast and joint.values[value.inputs[0]].base in (joint.static_inputs or joint.trained_inputs)
 
 
-def _fixed_ps(pricing: _Pricing, value: Value, work_ps: Any, written: bool) -> Any:
-    """What the value costs once a step: its work, and its way through memory when it takes one."""
-    if value.kind not in FUSIBLE or not written:
-        return work_ps
-    traffic = pricing.traffic_ps(pricing.storage_bytes(value))
-    return work_ps + 2 * traffic + pricing.ps(pricing.spec.launch_us)
-
-
 def recompute_ps(joint: JointGraph, value: Value, spec: DeviceSpec, table: CostTable | None = None) -> int:
     """Picoseconds for running the op once, its operands at hand."""
     return int(_Pricing(joint, spec, table, traced_sizes).work_ps(value))
@@ -251,10 +251,30 @@ def _measured_us(joint: JointGraph, value: Value, table: CostTable | None) -> fl
 def _analytic_us(joint: JointGraph, value: Value, spec: DeviceSpec, sizes: Sizes) -> Any:
     if value.kind in FUSIBLE:
         return _fusible_us(joint, value, spec, sizes)
-    flops = matrix_flops(joint, value, sizes)
-    rate = spec.matmul_flops_per_us.get(_dtype_name(joint, value), spec.matmul_flops_per_us["float32"])
-    moved = _moved_bytes(joint, value, sizes)
-    return _longer(flops / rate, moved / spec.bandwidth_bytes_per_us) + spec.launch_us
+    arithmetic_us = matrix_flops(joint, value, sizes) / _rate(joint, value, spec)
+    traffic_us = _moved_bytes(joint, value, sizes) / spec.bandwidth_bytes_per_us
+    both_us = _longer(arithmetic_us, traffic_us) if spec.overlaps else arithmetic_us + traffic_us
+    return both_us + _launch_us(joint.nodes[value.index], spec)
+
+
+_CONVOLUTIONS = ("convolution", "convolution_backward")
+
+
+def _rate(joint: JointGraph, value: Value, spec: DeviceSpec) -> float:
+    dtype = _dtype_name(joint, value)
+    if dtype == "float32" and op_name(joint.nodes[value.index]) in _CONVOLUTIONS:
+        return spec.convolution_flops_per_us
+    return spec.matmul_flops_per_us.get(dtype, spec.matmul_flops_per_us["float32"])
+
+
+def _launch_us(node: fx.Node, spec: DeviceSpec) -> float:
+    """Of the passes of a convolution - its backward makes one for the input and one for the weight, where they are
+    asked for - or of another kernel."""
+    name, num_passes = op_name(node), 1
+    if name == "convolution_backward":
+        asked: Any = node.args[-1]
+        num_passes = sum(asked[:2])
+    return num_passes * spec.convolution_launch_us if name in _CONVOLUTIONS else spec.launch_us
 
 
 def _moved_bytes(joint: JointGraph, value: Value, sizes: Sizes) -> Any:

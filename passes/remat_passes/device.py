@@ -35,7 +35,21 @@ class DeviceSpec:
     transcendental_flops: float  # pointwise flops that one exp, erf or tanh costs in a fused kernel
     random_flops: float  # pointwise flops that one Philox random number costs in a fused kernel
     launch_us: float  # one kernel, from launch to launch
+    convolution_flops_per_us: float  # fp32, reachable by a large convolution; other dtypes are taken for a matmul's
+    convolution_launch_us: float  # one pass of a convolution, which a library may look up, lay out and pack for
     source: str  # where the figures come from
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel's traffic hides behind its arithmetic.
+
+        On a GPU other warps compute while some wait. A CPU's BLAS copies its operands into packed panels before it
+        computes on them (Goto, van de Geijn: Anatomy of High-Performance Matrix Multiplication, TOMS 34(3), 2008), and
+        what a core moves through its caches it does not compute with meanwhile (the ECM model: Stengel, Treibig,
+        Hager, Wellein, ICS 2015). So the rate of a small product rises with its rows m as r / (1 + n_half / m), which
+        is Hockney's law, and n_half follows from rate and bandwidth (docs/cost-model.md has the measurements).
+        """
+        return self.kind != "cpu"
 
     def to_json(self) -> str:
         """The spec file's text: keys sorted, one trailing newline."""
@@ -121,16 +135,19 @@ def _reachable(sheet: _DataSheet) -> DeviceSpec:
         "bfloat16": sheet.half_matmul_tflops,
         "float16": sheet.half_matmul_tflops,
     }
+    rates = {dtype: float(round(rate * 1e6 * MATMUL_FRACTION)) for dtype, rate in tflops.items()}
     return DeviceSpec(
         name=sheet.name,
         kind="cuda",
         memory_bytes=sheet.memory_gib * 2**30,
         bandwidth_bytes_per_us=float(round(sheet.bandwidth_gb_per_s * 1e3 * BANDWIDTH_FRACTION)),
-        matmul_flops_per_us={dtype: float(round(rate * 1e6 * MATMUL_FRACTION)) for dtype, rate in tflops.items()},
+        matmul_flops_per_us=rates,
         pointwise_flops_per_us=float(round(sheet.fp32_tflops * 1e6 * POINTWISE_FRACTION)),
         transcendental_flops=GPU_TRANSCENDENTAL_FLOPS,
         random_flops=float(PHILOX_INTEGER_INSTRUCTIONS * sheet.fp32_lanes_per_integer_lane),
         launch_us=GPU_LAUNCH_US,
+        convolution_flops_per_us=rates["float32"],
+        convolution_launch_us=GPU_LAUNCH_US,
         source=f"{sheet.source}; {BANDWIDTH_FRACTION} of the bandwidth, {MATMUL_FRACTION} of the dense matmul rates",
     )
 
@@ -147,7 +164,9 @@ GENERIC_CPU = DeviceSpec(
     pointwise_flops_per_us=240_000.0,
     transcendental_flops=62.0,
     random_flops=890.0,
-    launch_us=0.86,
+    launch_us=3.9,
+    convolution_flops_per_us=610_000.0,
+    convolution_launch_us=24.0,
     source="remat_compiler.calibrate on two cores of an AMD EPYC (Zen 5, AVX-512), torch 2.13.0; memory assumed",
 )
 
@@ -181,6 +200,8 @@ def spec_from_json(text: str, origin: str) -> DeviceSpec:
         transcendental_flops=_number(record, "transcendental_flops", origin),
         random_flops=_number(record, "random_flops", origin),
         launch_us=_number(record, "launch_us", origin),
+        convolution_flops_per_us=_number(record, "convolution_flops_per_us", origin),
+        convolution_launch_us=_number(record, "convolution_launch_us", origin),
         source=_text(record, "source", origin),
     )
 

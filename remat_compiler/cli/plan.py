@@ -388,12 +388,9 @@ class Report:
 
     def _rows(self, answer: Answer) -> list[Row]:
         arithmetic, traffic, launches = self._parts_us(answer)
+        how = ", which overlap" if answer.device.overlaps else ""
         rows = [
-            (
-                "limited by",
-                self.limited_by(answer),
-                "the longest of these three, which overlap",
-            ),
+            ("limited by", self.limited_by(answer), f"the longest of these three{how}"),
             ("  arithmetic", time_text(arithmetic), f"at {answer.device.name}'s reachable rates"),
             ("  memory traffic", time_text(traffic), "through the device's memory"),
             ("  launches", time_text(launches), "of kernels"),
