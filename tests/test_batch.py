@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import trace
 from torch import Tensor, nn
 
 import remat_compiler
-from remat_compiler import ConfigError, mark_batch, register_batch_rule
+from remat_compiler import ConfigError, mark_batch, register_batch_rule, torch_private
 from remat_compiler.microbatches import accumulator_dtype
 from remat_compiler.plan_log import recorded
+from remat_passes.batch import choose_axes
 from remat_passes.batch_rules import Concatenation, Narrowing, Reshape, Split
-from remat_passes.microbatch import slice_lengths
+from remat_passes.microbatch import make_body, slice_lengths, split_step
 from remat_passes.outer import body_of_call, chunk_name, pieces
 from remat_passes.plan import BatchValue, Microbatches, RematPlan
 
@@ -399,6 +401,31 @@ def test_parts_of_a_sum_are_not_rounded_one_by_one(rounded: Callable[[Tensor], T
         return h.square().mean(), rounded(h.detach())
 
     torch.testing.assert_close(compiled(step)(x)[1], step(x)[1])
+
+
+def test_no_gradient_of_a_tied_weight_waits_for_the_other() -> None:
+    """Else the gradient of the logits is alive until the embedding has its gradient, at the end of backward."""
+    embedding, first = nn.Embedding(11, 6), nn.Linear(6, 6)
+
+    def step(tokens: Tensor, y: Tensor) -> Tensor:
+        logits = F.gelu(first(embedding(tokens))) @ embedding.weight.T
+        return F.cross_entropy(logits, y)
+
+    joint = trace(step, torch.randint(11, (8,)), torch.randint(11, (8,))).joint
+    split = split_step(joint, choose_axes(joint, {}, {}, None, 4, tangents_are_known=True), 4)
+    (loop,) = (loop for loop in split.loops if loop is not None)
+    with torch_private.fake_mode_of(joint.nodes[0].graph.owning_module):
+        body = make_body(joint, split, loop, 2, lambda dtype: dtype)
+    of_weight = (i for i, gradient in enumerate(loop.partial) if joint.values[gradient].sizes == (11, 6))
+    (place,) = (body.order.index(i) for i in of_weight)
+    (output,) = body.module.graph.find_nodes(op="output")
+    scattered = output.args[0][place]
+    product = scattered.args[0]
+    assert "index_put" in str(scattered.target)
+    assert product.target is torch.ops.aten.add.Tensor
+    assert product.args[0].op == "placeholder"
+    position = {node: i for i, node in enumerate(body.module.graph.nodes)}
+    assert position[product] == position[product.args[1]] + 1
 
 
 def test_a_scatter_that_leaves_out_what_was_there() -> None:

@@ -317,6 +317,7 @@ class _BodyBuilder:
         self.position = {node: index for index, node in enumerate(joint.nodes)}
         self.graph = fx.Graph()
         self.env: dict[Any, fx.Node] = {}  # by Handed for what is whole or made here, by index for what is inside
+        self.sum_of, self.taken_apart = self._summands()
 
     def build(self) -> Body:
         loop = self.loop
@@ -324,18 +325,50 @@ class _BodyBuilder:
             self.env[handed] = self._input(handed)
         if loop.takes_start:
             self.env["start"] = self._start()
-        accumulators = {index: self._accumulator(index) for index in loop.partial}
-        added: dict[int, fx.Node] = {}
+        sums = {index: self._accumulator(index) for index in loop.partial}
         made: list[tuple[int, int, Handed | int]] = [(handed.value, 0, handed) for handed in loop.local]
         made += [(index, 1, index) for index in loop.inside]
         for index, _, key in sorted(made, key=lambda entry: entry[:2]):
-            if index in accumulators and self._adds_by_itself(index):
-                added[index] = self._added_into(accumulators[index], index)
-                continue
-            self.env[key] = self._local(key) if isinstance(key, Handed) else self._inside(index)
-            if key in accumulators:  # at once, so that no part of a sum waits for the end
-                added[index] = self._added(accumulators[index], index)
-        return self._finished([*(added[i] for i in loop.partial), *(self._result(i) for i in loop.split)])
+            total = self.sum_of.get(index, index)
+            if index in self.sum_of and self._adds_by_itself(index):
+                sums[total] = self._added_into(sums[total], index)
+            elif index not in self.taken_apart:
+                self.env[key] = self._local(key) if isinstance(key, Handed) else self._inside(index)
+                if key in self.sum_of:  # at once, so that no part of a sum waits for the end
+                    sums[total] = self._added(sums[total], index)
+        return self._finished([*sums.values(), *(self._result(i) for i in loop.split)])
+
+    def _summands(self) -> tuple[dict[int, int], frozenset[int]]:
+        """What is added into which sum, and the additions that this leaves out: of a weight that is used twice, neither
+        gradient waits for the other, and what it is made from (the gradient of the logits) not either."""
+        inside, results = frozenset(self.loop.inside), {*self.loop.partial, *self.loop.split}
+        sum_of: dict[int, int] = {}
+        taken_apart: set[int] = set()
+        for total in self.loop.partial:
+            stack = [total]
+            while stack:
+                index = stack.pop()
+                operands = self.joint.values[index].inputs
+                readers = [inside.intersection(self.joint.values[i].users) for i in (index, *operands)]
+                is_last = index != total or not readers[0]
+                if is_last and self._adds_sums(index) and results.isdisjoint(operands) and readers[1:] == [{index}] * 2:
+                    taken_apart.add(index)
+                    stack.extend(operands)
+                else:
+                    sum_of[index] = total
+        return sum_of, frozenset(taken_apart)
+
+    def _adds_sums(self, index: int) -> bool:
+        """Whether a value is the plain sum of two partial sums like itself."""
+        value, node = self.joint.values[index], self.joint.nodes[index]
+        if op_name(node) != "add" or node.kwargs.get("alpha", 1) != 1 or len(value.inputs) != 2:
+            return False
+        operands = [self.joint.values[i] for i in value.inputs]
+        return all(
+            self.axes.states[o.index].dependence is Dependence.PARTIAL
+            and (o.sizes, o.dtype) == (value.sizes, value.dtype)
+            for o in operands
+        )
 
     def _finished(self, results: list[fx.Node]) -> Body:
         indices = (*self.loop.partial, *self.loop.split)
@@ -372,11 +405,11 @@ class _BodyBuilder:
     def _exact_sum(self, index: int, operands: Sequence[fx.Node]) -> fx.Node | None:
         """A sum that is a part of a wider one is not rounded before it is added: the roundings would add up as well."""
         node = self.joint.nodes[index]
-        if index not in self.loop.partial or op_name(node) != "sum" or self.axes.results[index][0] != PARTIAL:
+        if index not in self.sum_of or op_name(node) != "sum" or self.axes.results[index][0] != PARTIAL:
             return None
         full = node.meta["val"]
         wider = self.accumulate(full.dtype)
-        if wider == full.dtype or any(user in self.loop.inside for user in self.joint.values[index].users):
+        if wider == full.dtype or self._is_read(index):
             return None
         reduced = operands[0].meta["val"].dim() - full.dim() if len(node.args) < 2 else None
         dims = list(range(reduced)) if reduced is not None else node.args[1]
@@ -390,7 +423,11 @@ class _BodyBuilder:
             return False  # the sum so far would be left out
         if op_name(node) not in ACCUMULATIONS or self.accumulate(node.meta["val"].dtype) != node.meta["val"].dtype:
             return False
-        return not any(user in self.loop.inside for user in self.joint.values[index].users)
+        return not self._is_read(index)
+
+    def _is_read(self, index: int) -> bool:
+        """Whether the body computes something from a value, beside the sum that it goes into."""
+        return any(user in self.loop.inside and user not in self.taken_apart for user in self.joint.values[index].users)
 
     def _added_into(self, accumulator: fx.Node, index: int) -> fx.Node:
         """The op that makes a part of a sum, with the sum so far for the zeros that it adds into."""
