@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
 
 from remat_passes.batch import split_notes
+from remat_passes.cost import PS_PER_US
 from remat_passes.cut import Cut
 from remat_passes.device import DeviceSpec
 from remat_passes.errors import BudgetInfeasibleError
 from remat_passes.outer import body_of_call
-from remat_passes.plan import RematPlan
+from remat_passes.plan import FrontierPoint, RematPlan
 from remat_passes.planner import Setting
 from remat_passes.search import Candidate, Choice, refusal
 from remat_passes.split_plan import PlannedBody, plan_of_split
@@ -128,9 +129,15 @@ class SplitWay:
     @cached_property
     def smallest(self) -> SplitChoice:
         """The decisions with the lowest peak."""
-        bodies = {key: staged.smallest for key, staged in self.bodies.items()}
+        bodies = {key: _only(staged, staged.smallest) for key, staged in self.bodies.items()}
         around = self._around(bodies)
-        return self._choice(around, around.smallest, bodies)
+        return self._choice(around, _only(around, around.smallest), bodies)
+
+    def in_least_memory(self) -> SplitChoice:
+        """The fastest decisions of those with the lowest peak."""
+        bodies = {key: staged.in_least_memory() for key, staged in self.bodies.items()}
+        around = self._around(bodies)
+        return self._choice(around, around.in_least_memory(), bodies)
 
     def decide(self, budget_bytes: int | None, limit_bytes: int | None) -> SplitChoice:
         """The decisions within the budget; without one, the fastest that are no higher than need be.
@@ -140,10 +147,10 @@ class SplitWay:
         """
         if budget_bytes is not None:
             limit = budget_bytes if limit_bytes is None else limit_bytes
-            found = self.search(limit) or self.smallest
-            if found.peak_bytes > limit:
+            found = self.search(limit)
+            if found is None and self.smallest.peak_bytes > limit:
                 raise self.refusal(budget_bytes)
-            return found
+            return found or self.in_least_memory()
         bodies = {key: staged.search(None, None) for key, staged in self.bodies.items()}
         around = self._around(bodies)
         return self._choice(around, around.search(None, NO_LIMIT), bodies)
@@ -163,20 +170,32 @@ class SplitWay:
             ]
         return refusal(budget_bytes, smallest.peak_bytes, parts, model.gradient_bytes)
 
-    def frontier(self, choice: SplitChoice) -> list[tuple[int, int, int]]:
-        """What was considered where the activations are: peak and saved bytes, and the time of the step."""
-        key = max(self.bodies, key=lambda key: (self._count(key), key[1]), default=None)
-        if self.is_tail or key is None:
-            staged, inside, shift = choice.around, choice.outer, 0
-            rest_ps, count = choice.time_ps - staged.time_ps(inside.chosen), 1
+    def _main(self, choice: SplitChoice) -> Key | None:
+        """The body that the step spends its time in; ``None`` where the activations are around the loop."""
+        if self.is_tail:
+            return None
+        times_ps = {k: self._count(k) * staged.time_ps(choice.bodies[k].chosen) for k, staged in self.bodies.items()}
+        return max(times_ps, key=lambda key: (times_ps[key], key[1]), default=None)
+
+    def frontier(self, choice: SplitChoice) -> tuple[FrontierPoint, ...]:
+        """What was considered where the activations are, as the peak and the time of the whole step."""
+        key = self._main(choice)
+        if key is None:
+            staged, inside, count, shift_bytes = choice.around, choice.outer, 1, 0
         else:
             staged, inside, count = self.bodies[key], choice.bodies[key], self._count(key)
-            shift = self.held_bytes[self.graph.name(key)] - _operand_bytes(staged)
-            rest_ps = choice.time_ps - count * staged.time_ps(inside.chosen)
-        return [
-            (c.projection.peak_bytes + shift, c.cut.saved_bytes, rest_ps + count * staged.time_ps(c))
-            for c in inside.frontier
-        ]
+            shift_bytes = self._held(choice.around, choice.outer.chosen)[self.graph.name(key)] - _operand_bytes(staged)
+        rest_us = (choice.time_ps - count * staged.time_ps(inside.chosen)) / PS_PER_US
+        return tuple(
+            replace(
+                point,
+                peak_bytes=point.peak_bytes + shift_bytes,
+                step_us=round(rest_us + count * point.step_us, 3),
+                num_microbatches=len(self.graph.step.lengths),
+                part="tail" if self.is_tail else "step",
+            )
+            for point in staged.frontier(inside)
+        )
 
     def notes(self, has_groups: bool) -> tuple[str, ...]:
         """What the user should know of the split; ``has_groups`` where batch norm takes each slice by itself."""
@@ -195,10 +214,12 @@ class SplitWay:
             forward, backward = extract(body.module, staged.joint, choice.bodies[key].chosen, body.num_forward_outputs)
             torch_private.replace_graph(self.outer, name, joined(body, forward, backward))
             planned[name] = PlannedBody(*key, self._count(key), plan, held[name], _operand_bytes(staged))
-        joint = choice.around.joint
+        joint, main = choice.around.joint, self._main(choice)
         return plan_of_split(
             choice.around.plan(choice.outer, setting, spec),
             tuple(planned.values()),
+            None if main is None else planned[self.graph.name(main)],
+            self.frontier(choice),
             {joint.values[i].name: planned[name] for i, (name, _) in self.calls.items() if name in planned},
             full.plan(full.as_inductor(), setting, spec),
             self.graph.step,

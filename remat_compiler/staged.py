@@ -16,12 +16,11 @@ from torch import fx
 from remat_passes.cost import CostGraph, price
 from remat_passes.cut import CutProblem, Sweep, coarse_sweep
 from remat_passes.device import DeviceSpec
-from remat_passes.errors import BudgetInfeasibleError
 from remat_passes.joint import JointGraph, capture
 from remat_passes.legality import Permission, classify
 from remat_passes.memory import MemoryModel
-from remat_passes.plan import RematPlan
-from remat_passes.planner import Setting, write_plan
+from remat_passes.plan import FrontierPoint, RematPlan
+from remat_passes.planner import Setting, frontier, frontier_point, write_plan
 from remat_passes.search import (
     Candidate,
     Choice,
@@ -30,6 +29,7 @@ from remat_passes.search import (
     inductor_candidate,
     search,
     search_within,
+    smallest_candidate,
 )
 
 from . import torch_private
@@ -67,12 +67,15 @@ class Staged:
         return search_within(self.joint, self.problem, self.model, self.inductor, limit_bytes, self.costs.fixed_ps)
 
     @cached_property
-    def smallest(self) -> Choice:
+    def smallest(self) -> Candidate:
         """The decision with the lowest peak."""
-        try:
-            return self.search(1, 0)
-        except BudgetInfeasibleError as refused:
-            return self.search(1, refused.smallest_bytes)
+        return smallest_candidate(self.joint, self.problem, self.model, self.inductor, self.costs.fixed_ps)
+
+    def in_least_memory(self) -> Choice:
+        """The fastest decision of those with the lowest peak."""
+        found = self.search_within(self.smallest.projection.peak_bytes)
+        assert found is not None, "the smallest decision fits into what it needs"
+        return found
 
     @cached_property
     def fastest(self) -> Candidate:
@@ -84,15 +87,17 @@ class Staged:
         """The hull of saved bytes and time, coarsely: its bound on the time of plans that save little."""
         return coarse_sweep(self.problem, MAX_CUTS_OF_BOUND)
 
-    @property
-    def hull_plans(self) -> list[Candidate]:
-        """The vertices of the hull that no faster one beats in peak, replayed."""
+    def frontier(self, choice: Choice | None) -> tuple[FrontierPoint, ...]:
+        """What was considered for a decision; where there is none, the vertices of the hull that no faster one beats in
+        peak."""
+        if choice is not None:
+            return frontier(choice, self.costs.fixed_ps)
         kept: list[Candidate] = []
         for cut in self.hull.vertices:
             candidate = Candidate(cut, self.model.project(cut))
             if not kept or candidate.projection.peak_bytes < kept[-1].projection.peak_bytes:
                 kept.append(candidate)
-        return kept
+        return tuple(frontier_point(candidate, self.costs.fixed_ps) for candidate in kept)
 
     def bound_ps(self, limit_bytes: int) -> int | None:
         """A time of the whole graph that no plan within the limit is below, because all that is saved is alive between

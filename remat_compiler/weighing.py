@@ -6,11 +6,12 @@ Which way is worth a search is decided in ``remat_passes.candidates``; here the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from remat_passes.batch import BatchAxes
-from remat_passes.candidates import Found, Weighed, slice_counts, weigh
+from remat_passes.candidates import Found, Weighed, slice_counts, smallest, weigh
 from remat_passes.cost import PS_PER_US
 from remat_passes.errors import BudgetInfeasibleError
 from remat_passes.plan import FrontierPoint, StepCandidate
@@ -93,28 +94,31 @@ class Weighing:
 
     def _smallest_within(self) -> Way | None:
         """The way with the lowest peak, where that is within the limit."""
-        way = min(self._last, key=self._smallest_bytes)
+        way = self._smallest
         if self._smallest_bytes(way) > self.limit_bytes(way):
             return None
-        self._choices[way] = self.full.smallest if way == UNSPLIT else self.split_way(way).smallest
+        self._choices[way] = self._staged(way).in_least_memory()
         return way
 
-    @property
-    def _last(self) -> list[Way]:
-        """The way with the most slices of each part, and the step as it is."""
-        return list(dict.fromkeys((UNSPLIT, *(ladder[-1] for ladder in self.ways))))
+    @cached_property
+    def _smallest(self) -> Way:
+        """The way with the lowest peak."""
+        return smallest(self.ways, self._smallest_bytes)
+
+    def _staged(self, way: Way) -> Staged | SplitWay:
+        return self.full if way == UNSPLIT else self.split_way(way)
 
     def _smallest_bytes(self, way: Way) -> int:
         if way == UNSPLIT:
-            return self.full.smallest.chosen.projection.peak_bytes
+            return self.full.smallest.projection.peak_bytes
         return self.split_way(way).smallest.peak_bytes
 
     def refusal(self, budget_bytes: int) -> BudgetInfeasibleError:
         """The error for a budget that no way meets: that of the way with the lowest peak."""
-        way = min(self._last, key=self._smallest_bytes)
+        way = self._smallest
         if way != UNSPLIT:
             return self.split_way(way).refusal(budget_bytes)
-        projection = self.full.smallest.chosen.projection
+        projection = self.full.smallest.projection
         gradient_bytes = self.full.model.gradient_bytes
         return refusal(budget_bytes, projection.peak_bytes, projection.peak_values, gradient_bytes)
 
@@ -173,12 +177,5 @@ class Weighing:
     def _points(self, way: Way) -> list[FrontierPoint]:
         choice = self._choices.get(way)
         if isinstance(choice, SplitChoice):
-            points = self.split_way(way).frontier(choice)
-        else:
-            # A step that was not searched unsplit is drawn by the hull that has bounded it.
-            plans = self.full.hull_plans if choice is None else choice.frontier
-            points = [(c.projection.peak_bytes, c.cut.saved_bytes, self.full.time_ps(c)) for c in plans]
-        return [
-            FrontierPoint(peak, saved, round(time_ps / PS_PER_US, 3), False, way.num_slices, way.part)
-            for peak, saved, time_ps in points
-        ]
+            return [replace(point, chosen=False) for point in self.split_way(way).frontier(choice)]
+        return [replace(point, chosen=False) for point in self.full.frontier(choice)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from remat_passes.candidates import RESOLUTION, Found, slice_counts, weigh
+from remat_passes.candidates import RESOLUTION, Found, slice_counts, smallest, weigh
 
 
 @dataclass
@@ -103,6 +103,24 @@ def test_a_step_that_fits_is_left_as_it_is() -> None:
     assert {entry.verdict for entry in weighed[1:]} == {
         "not looked at: the budget costs the chosen one hardly any time"
     }
+
+
+@pytest.mark.parametrize("per_slice", [0, 1, 40, 3000, 10**7])
+def test_the_smallest_is_asked_of_few(per_slice: int) -> None:
+    """Each slice takes memory of its own as well: with little of it the most slices take the least, with much the step
+    as it is."""
+    counts, rows = (1, *slice_counts(100)), tuple(2**i for i in range(1, 7))
+    asked: list[int] = []
+
+    def peak_bytes(count: int) -> int:
+        asked.append(count)
+        return 10**6 // count + per_slice * count
+
+    found = smallest([counts, rows], peak_bytes)
+    assert peak_bytes(found) == min(peak_bytes(count) for count in (*counts, *rows))
+    asked.clear()
+    smallest([counts, rows], lambda count: peak_bytes(count))
+    assert per_slice > 40 or set(asked) <= {1, 50, 100, 32, 64}
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 16, 100, 1024])

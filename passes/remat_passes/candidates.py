@@ -13,7 +13,7 @@ worth only a search for its best cut can tell, so few are searched:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -91,6 +91,27 @@ def weigh(ladders: Sequence[Sequence[C]], outlook: Outlook[C]) -> tuple[C | None
             weighing.weigh_other(ladder)
     chosen = weighing.best[0] if weighing.best is not None else None
     return chosen, tuple(weighing.weighed(c) for ladder in ladders for c in ladder)
+
+
+def smallest(ladders: Sequence[Sequence[C]], peak_bytes: Callable[[C], int]) -> C:
+    """The candidate with the lowest peak, by few questions.
+
+    More slices hold fewer activations, and more of what is put together from them: from the most slices of a ladder the
+    peak falls while fewer are taken, and then it rises.
+
+    Args:
+        ladders: as those of ``weigh``.
+        peak_bytes: the lowest peak of a candidate.
+    """
+    lowest = ladders[0][0]
+    for ladder in ladders:
+        last = ladder[-1]
+        for fewer in reversed(ladder[:-1]):
+            if peak_bytes(fewer) >= peak_bytes(last):
+                break
+            last = fewer
+        lowest = min(lowest, last, key=peak_bytes)
+    return lowest
 
 
 class _Weighing(Generic[C]):

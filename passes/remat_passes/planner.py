@@ -74,7 +74,7 @@ def write_plan(
         lower_bound_us=step_us(choice.lower_bound_ps),
         schedule_class=SCHEDULE_CLASS,
         values=tuple(_value_plan(joint, permissions, costs, cut, i) for i in sorted(cut.need) if _is_shown(joint, i)),
-        frontier=_frontier(choice, costs),
+        frontier=frontier(choice, costs.fixed_ps),
         timeline=_timeline(choice.chosen.projection, modules),
         peak_values=_peak_values(choice.chosen.projection, modules),
         symbols=joint.symbols,
@@ -86,17 +86,18 @@ def _us(time_ps: int) -> float:
     return round(time_ps / PS_PER_US, 3)
 
 
-def _frontier(choice: Choice, costs: CostGraph) -> tuple[FrontierPoint, ...]:
+def frontier(choice: Choice, fixed_ps: int) -> tuple[FrontierPoint, ...]:
     """What was considered, by rising time. A chosen plan that another one beats by a hair stands among them as well."""
-    chosen = _frontier_point(choice.chosen, costs)
-    others = [_frontier_point(candidate, costs) for candidate in choice.frontier]
+    chosen = frontier_point(choice.chosen, fixed_ps)
+    others = [frontier_point(candidate, fixed_ps) for candidate in choice.frontier]
     points = {*others, chosen}
     ordered = sorted(points, key=lambda point: (point.step_us, -point.peak_bytes, point.saved_bytes))
     return tuple(replace(point, chosen=point == chosen) for point in ordered)
 
 
-def _frontier_point(candidate: Candidate, costs: CostGraph) -> FrontierPoint:
-    peak_bytes, step_us = candidate.projection.peak_bytes, _us(costs.fixed_ps + candidate.cut.time_ps)
+def frontier_point(candidate: Candidate, fixed_ps: int) -> FrontierPoint:
+    """One decision of a graph whose undecided part takes ``fixed_ps``."""
+    peak_bytes, step_us = candidate.projection.peak_bytes, _us(fixed_ps + candidate.cut.time_ps)
     return FrontierPoint(peak_bytes, candidate.cut.saved_bytes, step_us, chosen=False)
 
 

@@ -183,6 +183,8 @@ def _searched(
         chosen = considered.smallest_within(deadline_ps, between_vertices)
     if chosen is None:
         considered.add(plans.smallest() if plans is not None else [])
+        chosen = considered.best()
+    if chosen is None:
         if budget_bytes is not None:
             return considered
         chosen = considered.smallest()
@@ -195,6 +197,14 @@ def fastest_candidate(problem: CutProblem, model: MemoryModel) -> Candidate:
     """The decision that no other is faster than, whatever it needs."""
     cut = solve(problem, fastest_price(problem))
     return Candidate(cut, model.project(cut))
+
+
+def smallest_candidate(
+    joint: JointGraph, problem: CutProblem, model: MemoryModel, inductor: Candidate, fixed_ps: int
+) -> Candidate:
+    """The decision with the lowest peak that the search knows."""
+    found = _searched(joint, problem, model, inductor, 0, fixed_ps, 0)
+    return found.chosen if isinstance(found, Choice) else found.smallest()
 
 
 def _repaired(

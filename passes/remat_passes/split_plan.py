@@ -13,7 +13,7 @@ from .batch import Dependence
 from .joint import JointGraph
 from .microbatch import SplitStep
 from .ops import OpKind
-from .plan import BatchInput, BatchValue, Microbatches, Moment, PeakValue, RematPlan
+from .plan import BatchInput, BatchValue, FrontierPoint, Microbatches, Moment, PeakValue, RematPlan
 
 OUTSIDE = "outside"
 NOWHERE = "not computed"
@@ -39,6 +39,8 @@ class PlannedBody:
 def plan_of_split(
     outer: RematPlan,
     bodies: Sequence[PlannedBody],
+    main: PlannedBody | None,
+    frontier: tuple[FrontierPoint, ...],
     calls: dict[str, PlannedBody],
     unsplit: RematPlan,
     step: SplitStep,
@@ -53,6 +55,8 @@ def plan_of_split(
     Args:
         outer: the plan of the outer graph, the calls' own memory counted.
         bodies: the plans of the bodies that have a backward.
+        main: the one of them whose decisions are shown; without it, those of the outer graph.
+        frontier: what was considered, as seen from the whole step.
         calls: which body each call of the outer graph runs, by the name of the call.
         unsplit: what is said of the whole step: its budget, plain Inductor's peak and time.
         step: what is computed where.
@@ -61,16 +65,9 @@ def plan_of_split(
         notes: what the user should read.
         tangents_are_known: whether backward runs inside of forward's loop.
     """
-    main = max(bodies, key=lambda body: (body.plan.step_us * body.count, body.length), default=None)
-    is_tail = step.axes.is_tail
-    shown = outer if main is None or is_tail else main.plan
+    shown = outer if main is None else main.plan
     at_peak = max(bodies, key=lambda body: body.peak_bytes, default=None)
-    others_us = sum(body.plan.step_us * body.count for body in bodies)
     is_inside = at_peak is not None and at_peak.peak_bytes >= outer.projected_peak_bytes
-    shift_bytes = 0 if main is None or is_tail else main.held_bytes - main.operand_bytes
-    step_us = round(outer.step_us + others_us, 3)
-    count = 1 if main is None or is_tail else main.count
-    rest_us = step_us - shown.step_us * count
     return replace(
         shown,
         graph_id=unsplit.graph_id,
@@ -83,19 +80,10 @@ def plan_of_split(
         baseline_bytes=outer.baseline_bytes,
         gradient_bytes=outer.gradient_bytes,
         recompute_us=round(outer.recompute_us + sum(body.plan.recompute_us * body.count for body in bodies), 3),
-        step_us=step_us,
+        step_us=round(outer.step_us + sum(body.plan.step_us * body.count for body in bodies), 3),
         lower_bound_us=round(outer.lower_bound_us + sum(b.plan.lower_bound_us * b.count for b in bodies), 3),
         schedule_class=_schedule_class(step, shown),
-        frontier=tuple(
-            replace(
-                point,
-                peak_bytes=point.peak_bytes + shift_bytes,
-                step_us=round(rest_us + point.step_us * count, 3),
-                num_microbatches=len(step.lengths),
-                part="tail" if is_tail else "step",
-            )
-            for point in shown.frontier
-        ),
+        frontier=frontier,
         timeline=_timeline(outer.timeline, calls),
         peak_values=_peak_values(at_peak, outer) if is_inside and at_peak is not None else outer.peak_values,
         notes=(*notes, *_notes(outer, unsplit)),
