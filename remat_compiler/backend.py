@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,7 +106,7 @@ def _attempt(work: Work) -> _Attempt:
     try:
         return _compiled_in(replace(work, options=last))
     except BudgetInfeasibleError as refused:
-        text = f"{refused}{_hint(work.module, work.options)}"
+        text = f"{refused}{_hint(work)}"
         raise BudgetInfeasibleError(text, refused.budget_bytes, refused.smallest_bytes) from None
 
 
@@ -119,18 +119,49 @@ def _ways(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> li
     if groups is not None:
         counts = groups if options.batch_norm == "per_microbatch" else ()
         return [whole, *(replace(whole, num_microbatches=count) for count in counts)]
+    if any(_marked_dynamic(inputs)):
+        return [whole]
     has_symbols = any(isinstance(entry, torch.SymInt) for entry in inputs)
     return [whole, options] if has_symbols else [options]
 
 
-def _hint(module: fx.GraphModule, options: Options) -> str:
-    """Which option that is off could help to meet the budget."""
+def _marked_dynamic(inputs: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """The inputs and their axes that ``mark_dynamic`` was told of."""
+    for place, entry in enumerate(inputs):
+        if isinstance(entry, torch.Tensor):
+            yield from ((place, axis) for axis in torch_private.marked_dynamic(entry))
+
+
+_FIXED = (
+    " A step in micro-batches has fixed sizes: leave out torch._dynamo.mark_dynamic, or use maybe_mark_dynamic in its"
+    " place. A batch of another size is compiled anew."
+)
+
+
+def _check_fixable(inputs: Sequence[Any], known: StepInputs, options: Options) -> None:
+    """Refuse to split a step of which the user wants a size to stay open.
+
+    Raises:
+        ConfigError: naming the first such size.
+    """
+    for place, axis in _marked_dynamic(inputs):
+        raise ConfigError(
+            f"Option num_microbatches is {options.num_microbatches}, and the size of axis {axis} of input"
+            f" {known.names[place]!r} was marked as dynamic.{_FIXED}"
+        )
+
+
+def _hint(work: Work) -> str:
+    """What could help to meet the budget: an option that is off, a mark."""
+    module, options = work.module, work.options
     if options.num_microbatches_auto and group_counts(module) and options.batch_norm == "refuse":
         return (
             " Micro-batches were not weighed, because batch norm in training takes the batch together;"
             ' batch_norm="per_microbatch" (REMAT_BATCH_NORM) takes each micro-batch by itself, as an accumulation loop'
             " does."
         )
+    if options.num_microbatches_auto and any(_marked_dynamic(work.inputs)):
+        return f" Micro-batches were not weighed, because a size was marked as dynamic.{_FIXED}"
     if options.num_microbatches_auto:
         return ""
     return (
@@ -142,6 +173,8 @@ def _hint(module: fx.GraphModule, options: Options) -> str:
 def _compiled_in(work: Work) -> _Attempt:
     options = work.options
     is_free = options.num_microbatches_auto and options.memory_budget is not None
+    if options.num_microbatches > 1:
+        _check_fixable(work.inputs, work.known, options)
     if options.num_microbatches > 1 or is_free:
         torch_private.fix_sizes(work.inputs)
     if options.num_microbatches > 1:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 import remat_passes
-from remat_passes.batch import BatchAxes
+from remat_passes.batch import BatchAxes, found_seeds
 from remat_passes.device import DeviceSpec
 from remat_passes.errors import BudgetInfeasibleError, CannotSplitError
 from remat_passes.joint import JointGraph
@@ -88,6 +88,10 @@ class Made:
 
 
 NOTHING_KNOWN = StepInputs()
+NO_BATCH = (
+    "this graph runs whole: torch.compile broke the step into several, and no input of this one can carry the batch"
+    " (TORCH_LOGS=graph_breaks shows where)"
+)
 
 
 class RematPartitioner(torch_private.CustomPartitionerFn):
@@ -148,7 +152,10 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         text = str(gm.graph)
         full = self._stage(gm, num_fwd_outputs, static)
         step = _Step(gm, num_fwd_outputs, static, full, self._budget_bytes(full))
-        if self.options.num_microbatches > 1:
+        if self._has_no_batch(full.joint):
+            decided = self._unsplit(step, full.search(step.budget_bytes, self._limit_of(UNSPLIT)))
+            decided = replace(decided, plan=replace(decided.plan, notes=(*decided.plan.notes, NO_BATCH)))
+        elif self.options.num_microbatches > 1:
             axes = axes_of(full.joint, self.options, self.inputs, self.options.num_microbatches)
             decided = self._split(step, Way("step", self.options.num_microbatches), axes)
         elif self.options.num_microbatches_auto and step.budget_bytes is not None:
@@ -197,6 +204,11 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         return self.limits.get(way, self.limit_bytes)
 
     # -- micro-batches
+
+    def _has_no_batch(self, joint: JointGraph) -> bool:
+        """Whether the step is to run in slices and this is a part of it without an input that can carry the batch."""
+        is_asked = self.options.num_microbatches > 1 and self.inputs.is_part and not self.inputs.batch_axes
+        return is_asked and all(size < self.options.num_microbatches for _, size in found_seeds(joint))
 
     def _look(self, step: _Step, way: Way, axes: BatchAxes) -> SplitWay:
         joint, num_outputs = step.full.joint, step.num_fwd_outputs

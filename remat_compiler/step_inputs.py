@@ -29,6 +29,7 @@ class StepInputs:
     names: tuple[str, ...] = ()
     batch_axes: tuple[tuple[int, int], ...] = ()
     num_groups: int | None = None  # the batch consists of so many groups that must not be split (batch_norm.py)
+    is_part: bool = False  # torch.compile broke the step into several graphs, and these are the inputs of one
 
 
 _marks = WeakTensorKeyDictionary()
@@ -77,8 +78,9 @@ def step_inputs(module: fx.GraphModule, inputs: Sequence[Any], named: Sequence[t
         found = {place: _marks[tensor] for place, tensor in tensors.items() if tensor in _marks}
     by = {place: f"{axis} by mark_batch" for place, axis in found.items()}
     own = [names[place] for place, tensor in tensors.items() if not _is_state(sources[place], tensor)]
+    is_part = torch_private.is_part(module)
     for name, axis in named:
-        place = _named(name, {names[place]: place for place in tensors}, own)
+        place = _named(name, {names[place]: place for place in tensors}, own, is_part=is_part)
         axis = _checked_axis(f"input {names[place]!r}", tensors[place], axis)
         if found.setdefault(place, axis) != axis:
             raise ConfigError(
@@ -90,17 +92,24 @@ def step_inputs(module: fx.GraphModule, inputs: Sequence[Any], named: Sequence[t
     if len(set(sizes.values())) > 1:
         said = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         raise ConfigError(f"The inputs that were said to carry the batch disagree on its size: {said}.")
-    return StepInputs(names, tuple(sorted(found.items())))
+    return StepInputs(names, tuple(sorted(found.items())), is_part=is_part)
 
 
-def _named(name: str, places: Mapping[str, int], own: Sequence[str]) -> int:
+def _named(name: str, places: Mapping[str, int], own: Sequence[str], *, is_part: bool) -> int:
     plain = {_plain(known): place for known, place in places.items()}
     if _plain(name) in plain:
         return plain[_plain(name)]
     raise ConfigError(
         f"Option batch_axes names the input {name!r}, and the compiled step has none of that name."
         f"{_nearest(name, own)} Its inputs are {', '.join(own) or 'parameters and buffers only'}."
+        f"{_OF_A_PART if is_part else ''}"
     )
+
+
+_OF_A_PART = (
+    " torch.compile broke the step into several graphs (TORCH_LOGS=graph_breaks shows where), and this is about one of"
+    " them. mark_batch on the tensor says the same to those alone that are handed it."
+)
 
 
 def _nearest(name: str, own: Sequence[str]) -> str:

@@ -9,8 +9,11 @@ Each value of the joint graph, traced at the full batch, gets one state:
 
 A step has *levels*. What is whole at level 0 depends on the inputs alone, loop 0 on that; what is whole at level 1 may
 depend on the results of loop 0 (put together or added up), loop 1 on that, and so on. A value of loop 0 that loop 1
-needs is computed again there. So a plain training step has one loop; a loss that couples the samples, such as one with
-negatives from the batch, has two, with the coupled tail between them.
+needs is computed again there, unless it is put together anyway. So a plain training step has one loop; a loss that
+couples the samples, such as one with negatives from the batch, has two, with the coupled tail between them.
+
+A loss that goes over the batch several times (statistics, what is made of them, statistics of that) would have a loop
+for each. There the features are put together once, and all that follows them stays whole.
 
 Values that are had from the inputs by cheap work (masks, counts of labels) may be whole at level 0 as well as split,
 whatever an op asks for. That is what gives a mean over the valid tokens its denominator before the loop starts.
@@ -90,6 +93,12 @@ class BatchAxes:
     cheap: frozenset[int]  # values inside that may be whole at level 0 as well
     backward_level: int  # from this level on, things need the tangents
     tail_of: int | None = None  # the value behind which all is split, where not the whole step is
+    kept: frozenset[int] = frozenset()  # values inside that are put together rather than computed again
+
+    def is_computed(self, index: int, level: int) -> bool:
+        """Whether a loop computes a value inside that it needs; else it is handed its slice."""
+        is_earlier = self.states[index].level < level
+        return index not in self.seeds and not (is_earlier and index in self.kept)
 
     @property
     def is_tail(self) -> bool:
@@ -109,7 +118,13 @@ class BatchAxes:
 
 
 def batch_axes(
-    joint: JointGraph, seeds: Mapping[int, int], batch: int, *, tangents_are_known: bool, tail_of: int | None = None
+    joint: JointGraph,
+    seeds: Mapping[int, int],
+    batch: int,
+    *,
+    tangents_are_known: bool,
+    tail_of: int | None = None,
+    stays_whole: bool = False,
 ) -> BatchAxes:
     """Work out the states, given the inputs that carry the batch.
 
@@ -119,8 +134,9 @@ def batch_axes(
         batch: the number of samples.
         tangents_are_known: whether backward's tangents are constants, so that loops need not wait for them.
         tail_of: a seed that forward makes: what it is computed from stays whole, and so does backward from there on.
+        stays_whole: what forward computes from whole values stays whole, so that forward has one loop.
     """
-    return _Analysis(joint, seeds, batch, tangents_are_known, tail_of).run()
+    return _Analysis(joint, seeds, batch, tangents_are_known, tail_of, stays_whole).run()
 
 
 @dataclass
@@ -130,6 +146,7 @@ class _Analysis:
     batch: int
     tangents_are_known: bool
     tail_of: int | None = None
+    stays_whole: bool = False
     states: dict[int, State] = field(default_factory=dict)
     uses: dict[int, tuple[Use, ...]] = field(default_factory=dict)
     results: dict[int, tuple[Result, ...]] = field(default_factory=dict)
@@ -157,7 +174,29 @@ class _Analysis:
             frozenset(self.cheap),
             self.backward_level,
             self.tail_of,
+            self._kept(),
         )
+
+    def _kept(self) -> frozenset[int]:
+        """What is needed whole, but for what is whole without that; and gradients that are no larger than those among
+        it: to compute one again takes both forward and backward of what is behind it."""
+        whole = {i for value in self.joint.values for i in self._read_whole(value.index)}
+        late = self.joint.backward_values
+        largest = max((self.joint.values[i].numel for i in whole.intersection(late)), default=0)
+        whole.update(i for i in late if self.joint.values[i].numel <= largest)
+        return frozenset(i for i in whole if self.states[i].dependence is Dependence.SPLIT and i not in self.cheap)
+
+    def _read_whole(self, index: int) -> Iterator[int]:
+        """What an op takes whole of what loops compute."""
+        value, uses = self.joint.values[index], self.uses.get(index)
+        if uses is not None:
+            operands = [self.position[operand] for operand in tensor_operands(self.joint.nodes[index])]
+            read = [i for i, use in zip(operands, uses, strict=True) if use != "inside" and self.states[i].is_inside]
+        elif self.states[index].dependence is Dependence.WHOLE and value.kind is not OpKind.VIEW:
+            read = [i for i in value.inputs if self.states[i].dependence is Dependence.SPLIT]
+        else:
+            read = []
+        yield from (i for i in read if i not in self.cheap)
 
     def _level_of_forward(self) -> int:
         return max(1, *(self._whole_level(i) for i in self.joint.forward_outputs), 1)
@@ -216,7 +255,7 @@ class _Analysis:
         inputs = self.joint.values[index].inputs
         level = max((self._whole_level(i) for i in inputs), default=0)
         states = [self.states[i] for i in inputs]
-        if why:
+        if why or self.stays_whole:
             self.gathered.update(self.joint.values[i].base for i in inputs if self.states[i].is_inside)
         if all(state.dependence is Dependence.SAME for state in states):
             return State(Dependence.SAME, 0)
@@ -246,21 +285,31 @@ class _Analysis:
             found = self._aligned(index, operands, kept)
             if found is not None:
                 uses, results = found
-                if self._is_in_tail(operands, is_sum=PARTIAL in results):
+                if self._is_in_tail(index, operands, kept, is_sum=PARTIAL in results):
                     return None
                 dropped = [i for place, i in enumerate(operands) if place in inside and place not in kept]
                 return replace(self._placed(index, operands, uses, results), why=self._why(index, dropped))
         return None
 
-    def _is_in_tail(self, operands: Sequence[int], *, is_sum: bool) -> bool:
+    def _is_in_tail(self, index: int, operands: Sequence[int], kept: Sequence[int], *, is_sum: bool) -> bool:
         """Whether an op belongs to what runs on the whole batch between two loops: it reads a result of that, and
         beside it only what is had whole at no cost (labels). A sum over slices would take one more loop, so that it
         belongs there too if it reads what is put together for the tail anyway."""
+        if self.stays_whole:
+            return self._follows_whole(index, operands, kept)
         reads_whole = any(self.states[i].dependence is Dependence.WHOLE and self.states[i].level for i in operands)
         inside = [i for i in operands if self.states[i].is_inside and i not in self.cheap]
-        if not inside:
-            return reads_whole
-        return reads_whole and is_sum and self.gathered.issuperset(self.joint.values[i].base for i in inside)
+        return reads_whole and (not inside or (is_sum and self._is_gathered(inside)))
+
+    def _follows_whole(self, index: int, operands: Sequence[int], kept: Sequence[int]) -> bool:
+        """Whether an op stays whole as what it reads does: any of forward that waits for a loop, and those of backward
+        that read nothing beside it but what is put together for forward's."""
+        waits = any(self._whole_level(i) for place, i in enumerate(operands) if place not in kept)
+        inside = [operands[place] for place in kept if operands[place] not in self.cheap]
+        return waits and (self.joint.values[index].side is Side.FORWARD or self._is_gathered(inside))
+
+    def _is_gathered(self, indices: Sequence[int]) -> bool:
+        return self.gathered.issuperset(self.joint.values[i].base for i in indices)
 
     def _candidates(self, operands: Sequence[int], inside: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Which of the operands to take as slices: all; else without the partial sums; else without cheap ones."""
@@ -462,7 +511,10 @@ def found_seeds(joint: JointGraph) -> Iterable[tuple[dict[int, int], int]]:
 # The largest part of forward's values that may need the whole batch. A step of which more would be whole takes nearly
 # the memory that it takes unsplit, and the reason is mostly one op early on that couples the samples.
 MAX_WHOLE = 0.9
-MAX_LOOPS = 2  # one more forward at most (DESIGN: forward slices, whole-batch tail, backward slices)
+NOTED_WHOLE = 0.1  # from this part on, the user should know how much of forward runs unsplit
+# How often forward may be computed more than in a split that couples nothing: once, for backward slices behind a tail.
+MAX_MORE_FORWARDS = 1
+FEW_LOOPS = 2  # slices and, behind a tail, slices of backward
 
 
 def choose_axes(
@@ -500,23 +552,32 @@ def choose_axes(
         )
     if num_groups is not None:
         candidates = [(seeds, num_groups) for seeds, size in candidates if size % num_groups == 0]
-    found = [batch_axes(joint, seeds, batch, tangents_are_known=tangents_are_known) for seeds, batch in candidates]
+
+    def ways(seeds: Mapping[int, int], batch: int) -> Iterator[BatchAxes]:
+        """The states with as much as can be inside of loops; where those are many, with one tail that stays whole."""
+        axes = batch_axes(joint, seeds, batch, tangents_are_known=tangents_are_known)
+        if axes.num_loops > FEW_LOOPS:
+            whole = batch_axes(joint, seeds, batch, tangents_are_known=tangents_are_known, stays_whole=True)
+            yield whole
+            if _is_worth(joint, whole) and whole_share(joint, whole) < NOTED_WHOLE:
+                return
+        yield axes
+
+    found = [axes for seeds, batch in candidates for axes in ways(seeds, batch)]
     if not found:
         raise CannotSplitError(
             "The step cannot be split into micro-batches: none of its inputs can carry the batch; beside parameters and"
             " buffers it has no tensor with more than one sample. Pass the batch in as an argument."
         )
 
-    def score(axes: BatchAxes) -> tuple[bool, bool, int, float]:
-        too_many = max(0, _num_loops(axes) - MAX_LOOPS)
-        return not _is_worth(joint, axes), axes.batch < num_microbatches, too_many, whole_share(joint, axes)
+    def score(axes: BatchAxes) -> tuple[bool, bool, float]:
+        return not _is_worth(joint, axes), axes.batch < num_microbatches, whole_share(joint, axes)
 
     best = min(found, key=score)
     if not _is_worth(joint, best) and not said:
         seeds, batch = found[0].seeds, found[0].batch
         fewer = [{i: axis for i, axis in seeds.items() if i != left} for left in seeds] if len(seeds) > 1 else []
-        tried = [batch_axes(joint, some, batch, tangents_are_known=tangents_are_known) for some in fewer]
-        best = min([best, *tried], key=score)
+        best = min([best, *(axes for some in fewer for axes in ways(some, batch))], key=score)
     if not _is_worth(joint, best):
         raise _refusal(joint, found[0], names, num_microbatches)
     if best.batch < num_microbatches:  # where as many inputs have a longer axis, that is likelier the batch
@@ -528,14 +589,36 @@ def choose_axes(
 
 
 def _is_worth(joint: JointGraph, axes: BatchAxes) -> bool:
-    """Whether most of the step is inside of few loops."""
-    return 0 < _num_loops(axes) <= MAX_LOOPS and whole_share(joint, axes) <= MAX_WHOLE
+    """Whether most of the step is inside of loops, and few of it is computed again and again."""
+    once = 2 if axes.backward_level else 1  # a loop of backward by itself computes again what it needs of forward
+    is_often = num_forwards(joint, axes) > once + MAX_MORE_FORWARDS
+    return axes.num_loops > 0 and not is_often and whole_share(joint, axes) <= MAX_WHOLE
 
 
-def _num_loops(axes: BatchAxes) -> int:
-    """The loops of forward, or those of backward, whichever are more."""
-    late = axes.num_loops - axes.backward_level
-    return max(axes.backward_level, late) if axes.backward_level else axes.num_loops
+def num_forwards(joint: JointGraph, axes: BatchAxes) -> float:
+    """How often forward is computed: its elements that depend on the batch, over all loops and outside of them."""
+    sizes = _forward_sizes(joint)
+    position = {node: index for index, node in enumerate(joint.nodes)}
+    computed = sum(size for index, size in sizes.items() if not axes.states[index].is_inside)
+    for level in range(axes.num_loops):
+        pending = [i for i, state in enumerate(axes.states) if state.is_inside and state.level == level]
+        inside: set[int] = set()
+        while pending:
+            index = pending.pop()
+            if index not in inside:
+                inside.add(index)
+                read = _read_inside(joint, axes, position, index)
+                pending += [i for i in read if axes.is_computed(i, level)]
+        computed += sum(sizes.get(index, 0) for index in inside)
+    return computed / max(1, sum(sizes.values()))
+
+
+def _read_inside(joint: JointGraph, axes: BatchAxes, position: Mapping[fx.Node, int], index: int) -> list[int]:
+    """What an op inside of a loop reads of the loop's own slice."""
+    if joint.nodes[index].target is operator.getitem:
+        return [joint.values[index].inputs[0]]
+    uses = zip(tensor_operands(joint.nodes[index]), axes.uses.get(index, ()), strict=False)
+    return [position[operand] for operand, use in uses if use == "inside"]
 
 
 def batch_values(joint: JointGraph) -> frozenset[int]:
@@ -560,9 +643,14 @@ def before_tail(joint: JointGraph, start: int) -> set[int]:
     return found
 
 
+def _forward_sizes(joint: JointGraph) -> dict[int, int]:
+    """The elements of each value of forward that depends on the batch."""
+    return {i: joint.values[i].numel for i in batch_values(joint) if joint.values[i].side is Side.FORWARD}
+
+
 def whole_share(joint: JointGraph, axes: BatchAxes) -> float:
     """The part of forward's elements that depend on the batch and are computed outside of the loops."""
-    sizes = {i: joint.values[i].numel for i in batch_values(joint) if joint.values[i].side is Side.FORWARD}
+    sizes = _forward_sizes(joint)
     outside = sum(size for i, size in sizes.items() if not axes.states[i].is_inside)
     return outside / max(1, sum(sizes.values()))
 
@@ -622,10 +710,6 @@ def _remedy(op: str, why: str) -> str:
         "Compute it outside of the compiled step, or leave the batch whole (num_microbatches=1); if one of these inputs"
         " does not carry the batch, name those that do with batch_axes."
     )
-
-
-# From this part of forward on, the user should know how much of it runs unsplit.
-NOTED_WHOLE = 0.1
 
 
 def split_notes(joint: JointGraph, axes: BatchAxes, num_loops: int, has_groups: bool) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ class _Demand:
         if index in self.inside[level]:
             return
         value, node = self.joint.values[index], self.joint.nodes[index]
-        if value.kind is OpKind.INPUT or index in self.axes.seeds:
+        if value.kind is OpKind.INPUT or not self.axes.is_computed(index, level):
             self._hand(index, self.axes.states[index].split, level)
             return
         self.inside[level].add(index)

@@ -4,7 +4,7 @@ Checked on torch 2.11.0 (source), 2.13.0 (all tests) and 2.14.1 (tests of the pa
 After an upgrade of torch, these files are the ones to read again:
 
 - ``graphs``: what Dynamo and AOTAutograd note on the nodes of their graphs, ``invoke_subgraph``, and Dynamo's count of
-  the versions of a function.
+  the versions of a function, its graph breaks, and the axes that ``mark_dynamic`` was told of.
 - ``partitioners``: ``torch._functorch.partitioners``, which is asked what it would save (the yardstick) and cuts the
   joint module in two as it is told.
 - ``inductor``: ``compile_fx`` and its partitioner hook (``config.custom_partitioner_fn``), the lowering of random
@@ -32,6 +32,8 @@ from .graphs import (
     fake_mode_of,
     fix_sizes,
     input_position,
+    is_part,
+    marked_dynamic,
     num_versions_left,
     outside_of_tracing,
     replace_graph,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -99,6 +100,19 @@ def fix_sizes(inputs: Sequence[Any]) -> None:
     for entry in inputs:
         if isinstance(entry, torch.SymInt):
             int(entry)
+
+
+def marked_dynamic(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The axes that ``torch._dynamo.mark_dynamic`` was told of: Dynamo refuses a graph that fixes their sizes."""
+    return tuple(sorted(getattr(tensor, "_dynamo_dynamic_indices", ())))
+
+
+def is_part(module: fx.GraphModule) -> bool:
+    """Whether a Dynamo graph is one of several of a step: it ends in a graph break, or goes on behind one."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    ends_in_break = reason is not None and bool(reason.graph_break)
+    traces = (node.meta.get("stack_trace") or "" for node in module.graph.nodes)
+    return ends_in_break or any(TORCH_DYNAMO_RESUME_IN_PREFIX in trace for trace in traces)
 
 
 def num_versions_left() -> int:
