@@ -29,34 +29,32 @@ from .step_inputs import StepInputs
 def settle_batch_norm(module: fx.GraphModule, known: StepInputs, options: Options) -> tuple[fx.GraphModule, StepInputs]:
     """A step that will run in slices, with batch norm by slice where the user wants it and there is any.
 
+    Where the user does not want it, what is said against it is kept: it matters where most of the step meets it.
+
     Raises:
-        CannotSplitError: there is some and the user does not want it, or it cannot be had by slice.
+        CannotSplitError: it cannot be had by slice.
     """
     if options.batch_norm == "refuse":
-        refuse_batch_norm(module)
-        return module, known
+        return module, replace(known, batch_norm=_refusal(module))
     grouped = by_group(module, options.num_microbatches)
     if grouped is None:
         return module, known
     return grouped, replace(known, num_groups=options.num_microbatches)
 
 
-def refuse_batch_norm(module: fx.GraphModule) -> None:
-    """Refuse a Dynamo graph with batch norm in training.
-
-    Raises:
-        CannotSplitError: naming the first one.
-    """
+def _refusal(module: fx.GraphModule) -> str:
+    """What is said against slices of a Dynamo graph with batch norm in training, naming the first one."""
     for node in module.graph.nodes:
         if _is_in_training(node):
             place = f" at {source_line(node)}" if source_line(node) else ""
             path = f" (module {module_path(node)})" if module_path(node) else ""
-            raise CannotSplitError(
+            return (
                 f"The step cannot be split into micro-batches: batch_norm in training normalises the samples of a batch"
                 f" together, so that a smaller batch is another function, in {node.name}{place}{path}."
                 ' batch_norm="per_microbatch" (REMAT_BATCH_NORM) takes each micro-batch by itself, as an accumulation'
                 " loop does; group norm, or the module in eval mode, does without the batch."
             )
+    return ""
 
 
 def group_counts(module: fx.GraphModule) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from remat_passes.batch import BatchAxes, choose_axes, is_linear_in_tangents
+from remat_passes.batch import BatchAxes, choose_axes, has_small_tail, is_linear_in_tangents
 from remat_passes.errors import CannotSplitError, ConfigError
 from remat_passes.joint import JointGraph, Role, Side
 from remat_passes.microbatch import Body, Loop, SplitStep, make_body, split_step
@@ -85,7 +85,15 @@ def axes_of(joint: JointGraph, options: Options, inputs: StepInputs, num_microba
         )
     known = tangents_are_known(joint)
     said, names = _inputs(joint, inputs)
-    return choose_axes(joint, said, names, inputs.num_groups, num_microbatches, tangents_are_known=known)
+    try:
+        axes = choose_axes(joint, said, names, inputs.num_groups, num_microbatches, tangents_are_known=known)
+    except CannotSplitError as refused:
+        if inputs.batch_norm:
+            raise CannotSplitError(inputs.batch_norm) from refused
+        raise
+    if inputs.batch_norm and not has_small_tail(joint, axes):
+        raise CannotSplitError(inputs.batch_norm)
+    return axes
 
 
 def split(

@@ -29,6 +29,7 @@ class StepInputs:
     names: tuple[str, ...] = ()
     batch_axes: tuple[tuple[int, int], ...] = ()
     num_groups: int | None = None  # the batch consists of so many groups that must not be split (batch_norm.py)
+    batch_norm: str = ""  # what is said against slices where most of the step meets batch norm in training
     is_part: bool = False  # torch.compile broke the step into several graphs, and these are the inputs of one
 
 

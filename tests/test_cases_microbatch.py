@@ -501,6 +501,22 @@ def test_statistics_of_the_batch_are_one_tail(name: str, num_microbatches: int) 
     assert split.num_loops == 2
 
 
+@in_numbers
+def test_batch_norm_of_the_features_is_a_part_of_the_tail(num_microbatches: int) -> None:
+    """It takes the whole batch, once, and so do its running statistics: a head of which hardly anything is whole."""
+
+    def step(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        return barlow_twins(module.net(x), module.net(y), module.norm)
+
+    def parts() -> Lambda:
+        return Lambda(step, net=perceptron(hidden=WIDE), norm=nn.BatchNorm1d(CLASSES, affine=False))
+
+    outcomes = run_split(Program(parts, PAIRS), num_microbatches, num_steps=2)
+    for found, expected in zip(outcomes, run_eager(Program(parts, PAIRS), 2), strict=True):
+        assert_same(without_noise(found), without_noise(expected))
+    assert outcomes[-1].buffers["norm.num_batches_tracked"] == 4
+
+
 # -- M13, M14: 16-bit floats -----------------------------------------------------------------------------------------
 
 

@@ -515,6 +515,7 @@ NOTED_WHOLE = 0.1  # from this part on, the user should know how much of forward
 # How often forward may be computed more than in a split that couples nothing: once, for backward slices behind a tail.
 MAX_MORE_FORWARDS = 1
 FEW_LOOPS = 2  # slices and, behind a tail, slices of backward
+MAX_LOOPS = 2 * FEW_LOOPS  # the same before and behind a value that is put together; each has a body to compile
 
 
 def choose_axes(
@@ -559,7 +560,7 @@ def choose_axes(
         if axes.num_loops > FEW_LOOPS:
             whole = batch_axes(joint, seeds, batch, tangents_are_known=tangents_are_known, stays_whole=True)
             yield whole
-            if _is_worth(joint, whole) and whole_share(joint, whole) < NOTED_WHOLE:
+            if _is_worth(joint, whole) and has_small_tail(joint, whole):
                 return
         yield axes
 
@@ -589,10 +590,15 @@ def choose_axes(
 
 
 def _is_worth(joint: JointGraph, axes: BatchAxes) -> bool:
-    """Whether most of the step is inside of loops, and few of it is computed again and again."""
+    """Whether most of the step is inside of few loops, and little of it is computed again and again."""
     once = 2 if axes.backward_level else 1  # a loop of backward by itself computes again what it needs of forward
     is_often = num_forwards(joint, axes) > once + MAX_MORE_FORWARDS
-    return axes.num_loops > 0 and not is_often and whole_share(joint, axes) <= MAX_WHOLE
+    return 0 < axes.num_loops <= MAX_LOOPS and not is_often and whole_share(joint, axes) <= MAX_WHOLE
+
+
+def has_small_tail(joint: JointGraph, axes: BatchAxes) -> bool:
+    """Whether hardly anything of forward runs whole, and that once: between slices of forward and of backward."""
+    return axes.num_loops <= FEW_LOOPS and whole_share(joint, axes) < NOTED_WHOLE
 
 
 def num_forwards(joint: JointGraph, axes: BatchAxes) -> float:
