@@ -590,9 +590,10 @@ def choose_axes(
 
 
 def _is_worth(joint: JointGraph, axes: BatchAxes) -> bool:
-    """Whether most of the step is inside of few loops, and little of it is computed again and again."""
+    """Whether most of the step is inside of few loops, and little of it is computed again and again: once a loop at
+    most."""
     once = 2 if axes.backward_level else 1  # a loop of backward by itself computes again what it needs of forward
-    is_often = num_forwards(joint, axes) > once + MAX_MORE_FORWARDS
+    is_often = axes.num_loops > once + MAX_MORE_FORWARDS and num_forwards(joint, axes) > once + MAX_MORE_FORWARDS
     return 0 < axes.num_loops <= MAX_LOOPS and not is_often and whole_share(joint, axes) <= MAX_WHOLE
 
 
