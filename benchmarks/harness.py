@@ -265,19 +265,23 @@ def named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def worst_error(gradients: Mapping[str, torch.Tensor | None], truth: Mapping[str, torch.Tensor]) -> float:
-    """The largest relative error (2-norm) of one gradient, so that none hides behind another; infinite where one is
-    missing.
+    """The largest of ``gradient_errors``, so that none hides behind another."""
+    return max(gradient_errors(gradients, truth).values())
+
+
+def gradient_errors(
+    gradients: Mapping[str, torch.Tensor | None], truth: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """The relative error (2-norm) of each gradient; infinite where it is missing.
 
     One that is zero by mathematics is held against the largest: the bias of a key shifts all scores of a row alike,
     which softmax does not see, and its gradient in float64 is rounding.
     """
     largest: float = max(gradient.norm().item() for gradient in truth.values())
-    errors = []
+    errors = {}
     for name, expected in truth.items():
         gradient, size = gradients.get(name), expected.norm().item()
-        if gradient is None:
-            return float("inf")
-        distance = (gradient.double() - expected).norm().item()
+        distance = math.inf if gradient is None else (gradient.double() - expected).norm().item()
         scale = size if size > ZERO * largest else largest
-        errors.append(distance / scale if scale else math.inf if distance else 0.0)
-    return float(max(errors))
+        errors[name] = float(distance / scale if scale else math.inf if distance else 0.0)
+    return errors

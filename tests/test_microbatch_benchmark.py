@@ -279,9 +279,11 @@ def test_failures_are_points_and_the_others_are_measured() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_case_is_the_same_each_time_and_in_its_dtype(case: Case) -> None:
-    (one, batch), (other, same) = (exact.made(case, 4, torch.bfloat16) for _ in range(2))
+    (one, batches), (other, same) = (exact.made(case, 4, torch.bfloat16) for _ in range(2))
+    batch, another = batches[:2]
 
-    assert all(torch.equal(a, b) for a, b in zip(batch, same, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(batch, same[0], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(batch, another, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     assert {p.dtype for p in one.parameters()} == {torch.bfloat16}
     assert all(len(tensor) == 4 for tensor in batch)
@@ -297,6 +299,7 @@ def test_exactness_of_a_small_network() -> None:
 
     assert [(entry.batch, entry.num_slices, entry.verdict) for entry in found] == [(7, 2, "exact"), (7, 7, "exact")]
     assert all(entry.error is not None and entry.error > 0 for entry in found)  # of rounding, so it was compared
+    assert all(entry.largest_share is not None and 0 < entry.largest_share < 100 for entry in found)
 
 
 class Coupled(nn.Module):

@@ -141,6 +141,7 @@ class Exactness:
     num_slices: int
     error: float | None = None
     unsplit_error: float | None = None
+    largest_share: float | None = None  # of one gradient's error in that of the same gradient of the unsplit step
     refusal: str = ""
 
     @property
@@ -166,7 +167,17 @@ PROMISES = {
     "bfloat16": Promise("at most 1.1 of the unsplit step's error", lambda error, whole: error <= 1.1 * whole),
 }
 
-EXACT_COLUMNS = ("model", "dtype", "batch", "slices", "gradient error", "unsplit", "of the unsplit step's", "verdict")
+EXACT_COLUMNS = (
+    "model",
+    "dtype",
+    "batch",
+    "slices",
+    "gradient error",
+    "unsplit",
+    "of the unsplit step's",
+    "one gradient at most",
+    "verdict",
+)
 
 
 def exact_report(found: Sequence[Exactness], notes: Sequence[str]) -> Report:
@@ -191,6 +202,7 @@ def _exact_row(entry: Exactness) -> tuple[str, ...]:
         _figure(entry.error, ".1e"),
         _figure(entry.unsplit_error, ".1e"),
         _figure(share(entry.error, entry.unsplit_error), ".3f"),
+        _figure(entry.largest_share, ".3f"),
         entry.verdict,
     )
 
