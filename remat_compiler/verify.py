@@ -7,7 +7,9 @@ input that is changed in place is held against the other.
 
 The reference is the step with one micro-batch and no budget, compiled in the same way, so that it draws the same random
 numbers. Where there is not the memory for that, it is the unsplit step that recomputes as much as the free memory asks
-for. A smaller batch would be another graph: the sizes of the batch are in this one.
+for. A smaller batch would be another graph: the sizes of the batch are in this one, and only Dynamo, which is behind us
+when a backend is called, makes one for others. So it is taken where the step is called with one, as each size is
+compiled and verified by itself (docs/decisions/0012).
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class Verified:
         except BudgetInfeasibleError as refused:
             record_verification(
                 f"{self.described}: not verified, because the unsplit step needs {format_bytes(refused.smallest_bytes)}"
-                f" at least and {format_bytes(free or 0)} are free. Verify with a smaller batch."
+                f" at least and {format_bytes(free or 0)} are free. Call the step once with a smaller batch: each size"
+                " is compiled and verified by itself."
             )
             return
         with torch.random.fork_rng(devices=_cuda_devices(arguments)):

@@ -12,7 +12,7 @@ from graphs import trace
 from torch import Tensor, nn
 
 import remat_compiler
-from remat_compiler import ConfigError, mark_batch, register_batch_rule, torch_private
+from remat_compiler import ConfigError, mark_batch, register_batch_rule, torch_private, verify
 from remat_compiler.microbatches import accumulator_dtype
 from remat_compiler.plan_log import recorded
 from remat_passes.batch import choose_axes
@@ -332,6 +332,19 @@ def test_verify_finds_nothing_where_nothing_is_wrong() -> None:
     torch.set_rng_state(state)
     torch.manual_seed(3)
     assert torch.equal(compiled(lambda x: net(x).square().mean())(x), loss)  # the step's own draws are those without it
+
+
+def test_verify_takes_a_smaller_batch_where_the_step_is_called_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, num_before = nn.Linear(6, 6), torch.randn(8, 6), len(remat_compiler.verifications())
+    step = compiled(lambda x: net(x).square().mean(), verify=True)
+    step(x[:4])
+    monkeypatch.setattr(verify, "_free_bytes", lambda arguments: 1)
+    step(x)
+
+    smaller, larger = remat_compiler.verifications()[num_before:]
+    assert ": verified, " in smaller
+    assert ": not verified, because the unsplit step needs" in larger
+    assert larger.endswith("Call the step once with a smaller batch: each size is compiled and verified by itself.")
 
 
 def test_verify_names_the_gradient_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
