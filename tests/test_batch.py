@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -311,6 +312,19 @@ def test_dropout_is_the_unsplit_steps_bit_for_bit() -> None:
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-10)
     plan = last_plan()
     assert plan.projected_peak_bytes == remat_compiler.measured_peaks()[-1]  # read back through chunks and bodies
+
+
+@pytest.mark.inductor
+def test_a_product_is_added_to_its_sum_by_the_gemm_itself() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    net, x = nn.Linear(16, 8, bias=False), torch.randn(64, 16)
+    step = torch.compile(lambda x: net(x).square().mean(), backend="remat", options={"num_microbatches": 4})
+
+    _, codes = run_and_get_code(lambda: step(x).backward())
+
+    products = re.findall(r"extern_kernels\.(\w+)\(", "".join(codes))
+    assert products == ["mm", "addmm"]  # of forward, and of the weight
 
 
 # -- verify
