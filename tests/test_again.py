@@ -478,7 +478,7 @@ def test_steps_with_copies_are_the_eager_step_within_their_budget() -> None:
         assert found.peak_bytes <= budget_bytes + NUMBERS, f"{found.peak_bytes} bytes measured in {budget_bytes}"
         with_copies += bool(copies(found.plan))
         passes.update(repetition_of(name) for name in copies(found.plan))
-    assert with_copies >= 3
+    assert with_copies >= 2
     assert max(passes) >= 3
 
 
