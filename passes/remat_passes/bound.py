@@ -1,89 +1,167 @@
-"""Bound: the least time of any plan whose peak is within a budget, under the prices and the schedule class.
+"""Bound: the least time of any plan whose peak is within a limit, from what must be alive while one kernel runs.
 
-While a kernel of backward runs, three things are allocated for certain: what it reads and writes, the gradients that
-were made before it, and every saved value that backward itself reads later. The first two are the same for every plan;
-the third is linear in what is saved. So each such instant gives a problem of the cut with other bytes, and the dual of
-its hull bounds the time of every plan that fits - also of one that recomputes a value more than once, because that
-costs at least one recomputation. The best bound over some instants is taken.
+What is allocated while a kernel of backward runs is what it reads and writes, and what waits for later kernels: saved
+values, what was recomputed early and is read late, and gradients on their way. Which values wait is a decision. Let t
+be a kernel of its own in backward. The problem of the cut (cut.py) gets two more booleans for each value v:
+
+    late(v)    a kernel after t reads v
+    later(v)   v is computed by a kernel after t
+
+    (1) late(v)                   where an op that runs after t for certain reads v, or the step returns it
+    (2) late(v) -> need(v)        of forward's values
+    (3) later(v) -> redo(v)       of forward's values
+    (4) later(v) -> late(u)       for each input u of v
+    (5) late(v), not later(v)     v is allocated at t: its bytes
+
+Why it is a bound: take any plan, also one that computes values more than once. Set need and redo as it has them,
+late(v) where a kernel after t reads v, and later(v) where such a kernel computes v (a fused value, while it runs). What
+a kernel after t reads is either computed after t as well or has been in memory since before t. So (1) to (4) hold, and
+what (5) counts is allocated at t in that plan. Besides, what t reads and writes is, and what forward returns. So the
+plan's time and its bytes at t are at least those of a cut, and the dual of the hull of these cuts bounds its time. What
+is recomputed both before and after t is paid for once: that makes the bound lower, not wrong.
+
+It is taken that kernels of their own run in the order that autograd gave them.
+
+The five conditions are a problem of the cut again, with up to four values for one: ``redo``, which may not be saved;
+``need``, which is saved or computed from ``redo``; ``later``, whose saving takes its bytes at t; and ``late``, which is
+computed from ``need`` and ``later``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 
-from .cut import Cut, CutProblem, coarse_sweep
-from .joint import JointGraph, Side
-from .memory import MemoryModel
+from .cut import CutProblem, CutValue, coarse_sweep
+from .joint import JointGraph, Role, Side, Value
+from .memory import MemoryModel, Projection
 from .ops import OpKind
 
-NUM_INSTANTS = 3  # of those that the chosen plan fills the most
-MAX_CUTS = 10  # of each instant's hull; fewer make a lower bound that is lower, not wrong
-
-
-@dataclass(frozen=True, slots=True)
-class Instant:
-    """A kernel of backward: bytes that every plan has then, and the values that count where they are saved."""
-
-    index: int
-    fixed_bytes: int
-    waiting: frozenset[int]
+MAX_CUTS = 8  # of each hull; fewer make a lower bound that is lower, not wrong
 
 
 def lower_bound_ps(
-    joint: JointGraph, problem: CutProblem, model: MemoryModel, limit_bytes: int, chosen: Cut
+    joint: JointGraph, problem: CutProblem, model: MemoryModel, limit_bytes: int, replays: Sequence[Projection]
 ) -> int | None:
-    """The least time of all saves and recomputes of any plan within the limit.
+    """The least time of all saves and recomputes of any plan within the limit; ``None`` where nothing is known.
 
     Args:
         joint: the graph, without repetitions.
         problem: its prices.
         model: for the bytes of storages.
         limit_bytes: of the peak.
-        chosen: a plan of this graph, whose fullest instants are looked at.
+        replays: of plans; the fullest instant of each is looked at, or the next one where it was already.
     """
     room = limit_bytes - model.baseline_bytes
-
-    def filled(instant: Instant) -> int:
-        return instant.fixed_bytes + sum(problem[i].bytes for i in chosen.saved & instant.waiting)
-
-    fullest = sorted(_instants(joint, problem, model), key=lambda at: (-filled(at), at.index))[:NUM_INSTANTS]
-    bounds = [_bound_at(problem, instant, room) for instant in fullest]
+    bounds = [_bound_at(joint, problem, model, index, room) for index in _fullest(joint, model, replays)]
     return max((bound for bound in bounds if bound is not None), default=None)
 
 
-def _bound_at(problem: CutProblem, instant: Instant, room: int) -> int | None:
-    counted = tuple(v if i in instant.waiting else replace(v, bytes=0) for i, v in enumerate(problem))
-    return coarse_sweep(counted, MAX_CUTS).lower_bound_ps(max(0, room - instant.fixed_bytes))
+def _bound_at(joint: JointGraph, problem: CutProblem, model: MemoryModel, index: int, room: int) -> int | None:
+    instant = _Instant(joint, problem, model, index)
+    return coarse_sweep(instant.problem(), MAX_CUTS).lower_bound_ps(max(0, room - instant.fixed_bytes))
 
 
-def _instants(joint: JointGraph, problem: CutProblem, model: MemoryModel) -> Sequence[Instant]:
-    runs_after: dict[int, int] = {}  # fused, an op may run as early as right after the last kernel that it needs
-    last_use: dict[int, int] = {}
-    products = {product for found in model.sums_of_products.values() for product in found}  # may run with their sum
-    for index in joint.backward_values:
-        inputs = joint.values[index].inputs
-        is_kernel = not model.fuses or (joint.values[index].kind is OpKind.EXTERN and index not in products)
-        runs_after[index] = index if is_kernel else max((runs_after.get(i, -1) for i in inputs), default=-1)
-        for operand in inputs:
-            base = joint.values[operand].base
-            last_use[base] = max(last_use.get(base, -1), runs_after[index])
-    outputs = {joint.values[i].base for i in joint.forward_outputs} - model.inputs
-    gradients = {joint.values[i].base for i in joint.backward_outputs} - model.inputs
-    made = sum(model.sizes[i] for i in outputs)
-    counted = [
-        (i, last) for i, last in last_use.items() if problem[i].bytes and joint.values[i].side is not Side.BACKWARD
-    ]
-    found = []
-    for index in joint.backward_values:
-        value = joint.values[index]
-        if value.kind is not OpKind.EXTERN or index in products:
-            continue
-        results = [index, *(i for i in value.users if joint.values[i].kind is OpKind.PART)]
-        operands = {joint.values[i].base for i in value.inputs} - model.inputs - outputs - gradients
-        touched = [model.sizes[i] for i in (*operands, *results)]
-        fixed = made + sum(touched) + model.workspaces[index]
-        waiting = frozenset(i for i, last in counted if last >= index and i not in operands)
-        found.append(Instant(index, fixed, waiting))
-        made += sum(model.sizes[i] for i in results if i in gradients)
-    return found
+def _fullest(joint: JointGraph, model: MemoryModel, replays: Sequence[Projection]) -> list[int]:
+    """The kernels of their own in backward during which most is allocated, one of each replay."""
+    own = {joint.values[i].name: i for i in joint.backward_values if _is_own_kernel(model, i)}
+    picked: list[int] = []
+    for replay in replays:
+        found = {own[at.name]: at.bytes for at in replay.timeline if at.is_backward and at.name in own}
+        others = sorted(found.keys() - set(picked), key=lambda index: (-found[index], index))
+        picked.extend(others[:1])
+    return picked
+
+
+def _is_own_kernel(model: MemoryModel, index: int) -> bool:
+    """Whether an op runs in a kernel that nothing else can run in; a product may run with the sum that it goes into."""
+    return model.kinds[index] is OpKind.EXTERN and not any(index in found for found in model.sums_of_products.values())
+
+
+class _Instant:
+    """The problem of one instant."""
+
+    def __init__(self, joint: JointGraph, problem: CutProblem, model: MemoryModel, index: int) -> None:
+        self.joint, self.old, self.model, self.index = joint, problem, model, index
+        values = joint.values
+        outputs = {values[i].base for i in joint.forward_outputs} - model.inputs
+        operands = {values[i].base for i in values[index].inputs} - model.inputs - outputs
+        results = {index, *(i for i in values[index].users if values[i].kind is OpKind.PART)}
+        self.fixed = outputs | operands | results
+        self.fixed_bytes = sum(model.sizes[i] for i in self.fixed) + model.workspaces[index]
+        self.before, self.after = self._certain()
+        self.is_late = self._certainly_late()
+
+    def _certain(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The ops of backward that run before, and after, the instant in any plan."""
+        products = {product for found in self.model.sums_of_products.values() for product in found}
+        before, after = set(), {self.index}
+        for i in self.joint.backward_values:
+            value = self.joint.values[i]
+            has_own = not self.model.fuses or (value.kind is OpKind.EXTERN and i not in products)
+            if i < self.index and (has_own or (value.kind is OpKind.PART and value.inputs[0] in before)):
+                before.add(i)
+            elif i > self.index and (has_own or not after.isdisjoint(value.inputs)):
+                after.add(i)
+        return frozenset(before), frozenset(after - {self.index})
+
+    def _certainly_late(self) -> frozenset[int]:
+        """(1) What ops after the instant read, what the step returns, and what changes something outside."""
+        effects = {i for i in self.joint.backward_values if self.model.kinds[i] is OpKind.EFFECT}
+        read = {i for reader in self.after for i in self.joint.values[reader].inputs}
+        return frozenset(read | set(self.joint.backward_outputs) | (effects - self.before))
+
+    def problem(self) -> CutProblem:
+        """The values in an order in which each stands behind those that it is computed from."""
+        made: list[CutValue] = []
+        redo: dict[int, int] = {}
+        need: dict[int, int] = {}
+        late: dict[int, int] = {}  # absent: there without being counted
+        for value in self.joint.values:
+            for place, entry in self._entries(value, redo, need, late):
+                place[value.index] = len(made)
+                made.append(entry)
+        return tuple(made)
+
+    def _entries(
+        self, value: Value, redo: dict[int, int], need: dict[int, int], late: dict[int, int]
+    ) -> Iterator[tuple[dict[int, int], CutValue]]:
+        index, old, name = value.index, self.old[value.index], value.name
+        is_backward = value.side is Side.BACKWARD
+        if not is_backward:
+            if old.recompute_ps is not None:
+                inputs = tuple(need[i] for i in value.inputs)
+                yield redo, CutValue(name, inputs, False, 0, None, old.recompute_ps)
+            from_redo = (redo[index],) if index in redo else ()
+            yield need, CutValue(name, from_redo, old.is_required, 0, old.save_ps, 0 if from_redo else None)
+        may_wait, may_be_alive = self._may_be_later(value), self._may_be_alive(value)
+        if self._is_there_anyway(value) or not (may_wait or may_be_alive):
+            return
+        inputs = tuple(late[i] for i in value.inputs if i in late) + ((redo[index],) if index in redo else ())
+        later = CutValue(
+            name,
+            inputs if may_wait else (),
+            is_backward and index in self.is_late,
+            self.model.sizes[index] if may_be_alive else 0,
+            save_ps=0 if may_be_alive else None,
+            recompute_ps=0 if may_wait else None,
+        )
+        yield late, later
+        if not is_backward:
+            yield late, CutValue(name, (need[index], late[index]), index in self.is_late, 0, None, 0)
+
+    def _is_there_anyway(self, value: Value) -> bool:
+        """Whether a value counts already, is held by the caller, is no tensor, or is computed after the instant."""
+        is_held = value.kind is OpKind.INPUT and value.role is not Role.TANGENT
+        is_known = value.index in self.fixed or value.index in self.after
+        return is_held or is_known or value.kind is OpKind.SYMBOLIC
+
+    def _may_be_alive(self, value: Value) -> bool:
+        """Whether a value has storage of its own: no view has, nor an op whose parts have it."""
+        is_whole = not any(self.model.kinds[user] is OpKind.PART for user in value.users)
+        return value.base == value.index and is_whole and value.kind is not OpKind.EFFECT
+
+    def _may_be_later(self, value: Value) -> bool:
+        """Whether a kernel after the instant may compute it."""
+        if value.side is not Side.BACKWARD:
+            return self.old[value.index].recompute_ps is not None
+        return value.role is not Role.TANGENT and (value.index not in self.before or value.base != value.index)

@@ -21,6 +21,7 @@ import bisect
 import heapq
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, TypeAlias
@@ -393,9 +394,7 @@ def _source_side(residual: Residual) -> set[int]:
 
 def cut_of(problem: CutProblem, need: frozenset[int], redo: frozenset[int]) -> Cut:
     """Add up what decisions cost."""
-    saved = need - redo
-    time_ps = sum(problem[i].save_ps or 0 for i in saved) + sum(problem[i].recompute_ps or 0 for i in redo)
-    return Cut(need, redo, sum(problem[i].bytes for i in saved), time_ps)
+    return Cut(need, redo, *_added(problem, need | redo, need, redo))
 
 
 def cut_of_saved(problem: CutProblem, saved: frozenset[int]) -> Cut:
@@ -622,16 +621,29 @@ def between(problem: CutProblem, fast: Cut, small: Cut, most: int | None = None)
     """
     points = []
     need, redo = set(fast.need | _free(problem, fast, small)), set(fast.redo)
+    num_bytes, time_ps = _added(problem, need | redo, need, redo)
     components = _components(problem, fast, small)[:-1]
     every = -(-len(components) // most) if components and most else 1
     for number, component in enumerate(components, start=1):
-        need -= component.need - small.need
-        need |= component.need & small.need
-        redo -= component.redo - small.redo
-        redo |= component.redo & small.redo
+        members = component.need | component.redo
+        bytes_before, ps_before = _added(problem, members, need, redo)
+        need ^= component.need  # in a component are the values that the two cuts decide differently
+        redo ^= component.redo
+        bytes_after, ps_after = _added(problem, members, need, redo)
+        num_bytes, time_ps = num_bytes + bytes_after - bytes_before, time_ps + ps_after - ps_before
         if number % every == 0:
-            points.append(cut_of(problem, frozenset(need), frozenset(redo)))
+            points.append(Cut(frozenset(need), frozenset(redo), num_bytes, time_ps))
     return tuple(points)
+
+
+def _added(
+    problem: CutProblem, members: Iterable[int], need: AbstractSet[int], redo: AbstractSet[int]
+) -> tuple[int, int]:
+    """The bytes and the time that a decision takes for some of the values."""
+    saved = [problem[i] for i in members if i in need and i not in redo]
+    time_ps = sum([value.save_ps or 0 for value in saved])
+    time_ps += sum([problem[i].recompute_ps or 0 for i in members if i in redo])
+    return sum([value.bytes for value in saved]), time_ps
 
 
 def _free(problem: CutProblem, fast: Cut, small: Cut) -> frozenset[int]:

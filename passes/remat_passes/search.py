@@ -34,7 +34,6 @@ from .holds import boundaries, holds
 from .joint import JointGraph, Side
 from .legality import Permission
 from .memory import MemoryModel, Projection
-from .prices import instant_bound_ps
 from .repair import ladder, repaired
 from .units import format_bytes
 
@@ -46,6 +45,7 @@ MAX_CUTS_HELD = 8
 MAX_POINTS = 256
 MAX_LEAP = 4
 MOST_VALUES_DRAWN = 6_000  # graphs up to so many values show the whole hull; more, and its replays take over a second
+MORE_INSTANTS = 2  # of the chosen plan, that bound the time on such graphs; each takes 0.1 ms a value (bound.py)
 MEMORY_STEPS = 512  # units of memory in the table of the chain
 # How far the replayed peak of a plan is from the memory of its entry in the table: 0 to 4 % below and 1 % above on nine
 # networks, a llama-style one of 96 layers among them.
@@ -244,11 +244,12 @@ def _bound_ps(
     fastest: Candidate,
 ) -> int:
     """The least time of any plan within the limit; that of the chosen one where nothing better is known."""
-    plain = chosen.cut if chosen.unrolled is None else chosen.unrolled.on_original(chosen.cut)
+    replays = [chosen.projection, fastest.projection]
+    if len(joint.values) <= MOST_VALUES_DRAWN:
+        replays += [chosen.projection] * MORE_INSTANTS
     bounds = (
         main.lower_bound_ps(max(0, limit_bytes - model.baseline_bytes)),  # all that is saved is alive between the sides
-        lower_bound_ps(joint, problem, model, limit_bytes, plain),
-        instant_bound_ps(joint, problem, model, limit_bytes, [chosen.projection, fastest.projection]),
+        lower_bound_ps(joint, problem, model, limit_bytes, replays),
     )
     return min(chosen.cut.time_ps, max((bound for bound in bounds if bound is not None), default=chosen.cut.time_ps))
 
