@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -42,12 +43,18 @@ def never(limit_bytes: int, time_ps: int) -> bool:
     return False
 
 
+def no_other(limit_bytes: int) -> None:
+    return None
+
+
 @functools.cache
 def walked(fuses: bool) -> tuple[Repaired, ...]:
     graph = skips(fuses)
     start = solve(graph.problem, fastest_price(graph.problem))
     top_bytes = graph.model.project(start).peak_bytes
-    return tuple(repaired(graph.joint, without_dead_ends(graph.problem), graph.model, start, top_bytes, never))
+    return tuple(
+        repaired(graph.joint, without_dead_ends(graph.problem), graph.model, start, top_bytes, never, no_other)
+    )
 
 
 def fastest_ps(plans: tuple[Repaired, ...], limit_bytes: int) -> int | None:
@@ -104,11 +111,34 @@ def test_the_walk_ends_where_other_plans_are_better() -> None:
         asked.append(limit_bytes)
         return len(asked) == 2
 
-    short = repaired(graph.joint, problem, graph.model, start, top_bytes, is_beaten)
+    short = repaired(graph.joint, problem, graph.model, start, top_bytes, is_beaten, no_other)
 
     assert asked == ladder(top_bytes, graph.model.baseline_bytes)[:2]
     assert len(short) < len(walked(True))
     assert tuple(short) == walked(True)[: len(short)]
+
+
+@either_lowering
+def test_where_other_plans_are_better_it_starts_from_those(fuses: bool) -> None:
+    """One that leaves room at most limits is filled: faster plans, each within its limit."""
+    graph = skips(fuses)
+    start = solve(graph.problem, fastest_price(graph.problem))
+    top_bytes = graph.model.project(start).peak_bytes
+    low = min(walked(fuses), key=lambda plan: plan.projection.peak_bytes)
+    found = repaired(
+        graph.joint,
+        without_dead_ends(graph.problem),
+        graph.model,
+        start,
+        top_bytes,
+        lambda _limit, _time: True,
+        lambda _limit: low.cut,
+    )
+    limits = [i for i in ladder(top_bytes, graph.model.baseline_bytes) if i > low.projection.peak_bytes]
+    faster = [i for i in limits if (fastest_ps(tuple(found), i) or math.inf) < low.cut.time_ps]
+
+    assert 2 * len(faster) > len(limits)
+    assert all(plan.projection == graph.model.project(plan.cut) for plan in found)
 
 
 def test_the_ladder_falls_and_stays_above_what_is_allocated_before_the_step() -> None:

@@ -9,6 +9,9 @@ plans are far apart. So a walk starts from the fastest plan and goes down a ladd
     and another one is dropped;
 (3) *fill*: what was dropped in vain is saved again, the largest gain in time first, as long as the plan fits.
 
+Where the plans of the chain are faster, (1) to (3) start from those: they keep whole boundaries, and seldom use up a
+limit.
+
 Each step is judged by a replay (memory.py), and each plan that was replayed is a candidate. Neither the ladder nor the
 bound on the work depends on the budget, so the peak that the search chooses does not rise when the budget falls
 (docs/decisions/0008-repair-on-a-ladder.md, which has the measurements).
@@ -81,6 +84,7 @@ def repaired(
     start: Cut,
     top_bytes: int,
     is_beaten: Callable[[int, int], bool],
+    other: Callable[[int], Cut | None],
 ) -> list[Repaired]:
     """The plans on the walk down from ``start``, in the order in which they were found.
 
@@ -90,16 +94,26 @@ def repaired(
         model: replays decisions.
         start: the fastest plan.
         top_bytes: its peak.
-        is_beaten: whether plans of another kind are clearly better at a limit (bytes) than a time (ps); there the walk
-            ends. It must not depend on the budget.
+        is_beaten: whether plans of another kind are clearly better at a limit (bytes) than a time (ps). It must not
+            depend on the budget, nor must ``other``.
+        other: such a plan for a limit, ``None`` where there is none. From where the walk is beaten, or fails, each step
+            of the ladder starts from it.
     """
     walk = _Walk(joint, problem, model)
     state = walk.begin(start)
+    is_ahead = True
     for limit_bytes in ladder(top_bytes, model.baseline_bytes):
-        state = walk.drop(state, limit_bytes)
-        if state.plan.projection.peak_bytes > limit_bytes or is_beaten(limit_bytes, state.plan.cut.time_ps):
-            break
-        walk.fill(state, limit_bytes)
+        if is_ahead:
+            state = walk.drop(state, limit_bytes)
+            fits = state.plan.projection.peak_bytes <= limit_bytes
+            is_ahead = fits and not is_beaten(limit_bytes, state.plan.cut.time_ps)
+        if not is_ahead:
+            cut = other(limit_bytes)
+            if cut is None or not walk.may_go_on():
+                break
+            state = walk.drop(walk.begin(cut), limit_bytes)
+        if state.plan.projection.peak_bytes <= limit_bytes:
+            walk.fill(state, limit_bytes)
     return list(walk.known.values())
 
 
@@ -129,7 +143,7 @@ class _Walk:
 
     def drop(self, state: _State, limit_bytes: int) -> _State:
         """(1) and (2), until the plan fits or nothing helps any more."""
-        while state.plan.projection.peak_bytes > limit_bytes and self._may_go_on():
+        while state.plan.projection.peak_bytes > limit_bytes and self.may_go_on():
             excess = _excess_bytes(state.plan.projection, limit_bytes)
             drops = self._drops(state, limit_bytes)
             tried = (self._moved(state, state.saved - {value}) for value in drops[:MAX_DROPS_TRIED])
@@ -149,7 +163,7 @@ class _Walk:
             cut = with_saved(self.problem, state.plan.cut, readers, value)
             if cut.time_ps >= state.plan.cut.time_ps or self._estimated_peak(state, cut, clock, computed) > limit_bytes:
                 continue
-            if tries == MAX_FILLS_TRIED or not self._may_go_on():
+            if tries == MAX_FILLS_TRIED or not self.may_go_on():
                 return
             tries += 1
             plan = self._replay(cut)
@@ -157,6 +171,10 @@ class _Walk:
                 state = _State(state.saved | {value}, plan)
                 clock, computed = self._clock(plan), self._recomputed_at(plan.cut)
                 readers = num_readers(self.problem, plan.cut)
+
+    def may_go_on(self) -> bool:
+        """Whether there is work left within the bound."""
+        return len(self.known) < self.num_replays
 
     # -- moves
 
@@ -179,7 +197,7 @@ class _Walk:
         best: tuple[float, _State] | None = None
         in_the_way = self._in_the_way(state, limit_bytes)[:MAX_AGAIN_TRIED]
         for again, value in itertools.product(in_the_way, drops[:MAX_SWAPS_TRIED]):
-            moved = self._moved(state, (state.saved | {again}) - {value}) if self._may_go_on() else None
+            moved = self._moved(state, (state.saved | {again}) - {value}) if self.may_go_on() else None
             if moved is None:
                 continue
             gain = excess - _excess_bytes(moved.plan.projection, limit_bytes)
@@ -213,9 +231,6 @@ class _Walk:
         return _State(saved, self._replay(cut))
 
     # -- replays
-
-    def _may_go_on(self) -> bool:
-        return len(self.known) < self.num_replays
 
     def _replay(self, cut: Cut) -> Repaired:
         key = (cut.need, cut.redo)

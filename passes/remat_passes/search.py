@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from .again import Unrolled, unroll
 from .bound import lower_bound_ps
-from .chain import Chain, ChainPlan, Drop, Hold
+from .chain import UNREACHABLE, Chain, ChainPlan, Drop, Hold
 from .cost import CostGraph
 from .cut import (
     Cut,
@@ -216,7 +216,7 @@ def _repaired(
     plans: _ChainPlans | None,
     margin_ps: int,
 ) -> list[Candidate]:
-    """The plans of repair.py, down to where the chain has clearly faster ones; none where its plans are within the
+    """The plans of repair.py, from the chain's where those are clearly faster; none where the chain's are within the
     margin of the hull's bound at most limits of the ladder."""
     top_bytes = fastest.projection.peak_bytes
 
@@ -230,8 +230,14 @@ def _repaired(
     limits = ladder(top_bytes, model.baseline_bytes)
     if 2 * sum(is_loose(limit_bytes) for limit_bytes in limits) < len(limits):
         return []
-    found = repaired(joint, problem, model, fastest.cut, top_bytes, is_beaten)
+    other = plans.held_once_within if plans is not None else _no_other
+    found = repaired(joint, problem, model, fastest.cut, top_bytes, is_beaten, other)
     return [Candidate(plan.cut, plan.projection) for plan in found]
+
+
+def _no_other(_limit_bytes: int) -> Cut | None:
+    """The plan of a chain that is none."""
+    return None
 
 
 def _bound_ps(
@@ -360,7 +366,8 @@ class _ChainPlans:
         if position not in self.known:
             plan = self.chain.plan(self.units[position])
             if not any(isinstance(step, Drop) for step in plan.steps):
-                self.known[position] = self._held_once(plan)
+                cut = self._held_once(plan)
+                self.known[position] = Candidate(cut, self.model.project(cut))
                 return self.known[position]
             graph = unroll(self.joint, self.problem, self.held.chain, self.held.always_saved, plan)
             cut = cut_of_saved(_unrolled_problem(self.problem, graph), graph.saved)
@@ -369,16 +376,26 @@ class _ChainPlans:
             self.known[position] = Candidate(cut, projection, graph if repeats else None)
         return self.known[position]
 
-    def _held_once(self, plan: ChainPlan) -> Candidate:
-        """A plan that drops no block computes nothing twice: its graph is the graph itself."""
+    def _held_once(self, plan: ChainPlan) -> Cut:
+        """The decision of a plan that drops no block: it computes nothing twice, its graph is the graph itself."""
         held = (step.option.held for step in plan.steps if isinstance(step, Hold))
-        cut = cut_of_saved(self.problem, self.held.always_saved.union(*held))
-        return Candidate(cut, self.model.project(cut))
+        return cut_of_saved(self.problem, self.held.always_saved.union(*held))
+
+    def _units_within(self, limit_bytes: int) -> int:
+        units = (limit_bytes - self.model.baseline_bytes) // self.chain.unit_bytes
+        return max(0, min(units, self.chain.num_units))
 
     def expected_ps(self, limit_bytes: int) -> int:
         """The time of the fastest plan within a limit, as the table tells it without a replay."""
-        units = (limit_bytes - self.model.baseline_bytes) // self.chain.unit_bytes
-        return self.chain.extra_ps(max(0, min(units, self.chain.num_units)))
+        return self.chain.extra_ps(self._units_within(limit_bytes))
+
+    def held_once_within(self, limit_bytes: int) -> Cut | None:
+        """The decision of the fastest plan within a limit, as the table tells it; ``None`` where there is none that
+        computes nothing twice."""
+        if self.expected_ps(limit_bytes) >= UNREACHABLE:
+            return None
+        plan = self.chain.plan(self._units_within(limit_bytes))
+        return None if any(isinstance(step, Drop) for step in plan.steps) else self._held_once(plan)
 
     def within(self, limit_bytes: int) -> list[Candidate]:
         """The fastest plan that fits, and what was replayed to find it."""
