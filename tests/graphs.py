@@ -11,20 +11,23 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat_compiler import torch_private
+from remat_compiler.measured_costs import KernelTimes
+from remat_compiler.staged import Staged
 from remat_passes.again import Unrolled
-from remat_passes.cost import CostGraph, price
+from remat_passes.cost import price
 from remat_passes.cut import Cut, CutProblem, cut_of_saved
 from remat_passes.device import DeviceSpec
 from remat_passes.joint import JointGraph, Side, Value, capture
-from remat_passes.legality import Permission, classify
+from remat_passes.legality import classify
 from remat_passes.memory import MemoryModel
-from remat_passes.search import Candidate, Choice, cut_problem, inductor_candidate, search
+from remat_passes.search import Candidate, Choice, cut_problem, inductor_candidate
 
 KIB, MIB = 2**10, 2**20
+
+ANALYTIC = KernelTimes(None, "analytic", ())
 
 # Round figures, so that times can be worked out by hand: 1,000 bytes, 10,000 matmul flops and 1,000 pointwise flops a
 # microsecond.
@@ -129,66 +132,16 @@ class Traced:
     inductor_saved: frozenset[str]
 
 
-class _CapturedError(Exception):
-    """Ends the compilation: there is all that was wanted."""
-
-
-class _Capturing(torch_private.CustomPartitionerFn):
-    """Takes the joint graph as remat's partitioner gets it."""
-
-    def __init__(self) -> None:
-        self.traced: Traced | None = None
-
-    def __call__(
-        self,
-        gm: fx.GraphModule,
-        joint_inputs: Sequence[object],
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: Sequence[int] | None = None,
-        **keywords: Any,
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        static = list(static_lifetime_input_indices or [])
-        torch_private.prepare_joint_module(gm)
-        joint = capture(gm.graph, num_fwd_outputs, static, torch_private.pinned_to_backward(gm.graph))
-        self.traced = Traced(joint, torch_private.inductor_saved_names(gm, num_fwd_outputs, static))
-        raise _CapturedError
-
-    def uuid(self) -> str:
-        return "never cached"
-
-
 def trace(step: Callable[..., Any], *inputs: object, dynamic: bool | None = None) -> Traced:
     """The joint graph of ``step``, after the decompositions of Inductor; the step itself does not run."""
-    capturing = _Capturing()
-    torch._dynamo.reset()
-
-    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return torch_private.compile_with_aot_autograd(module, inputs, capturing, lambda _graph: None)
-
-    try:
-        torch.compile(step, backend=backend, dynamic=dynamic)(*inputs)
-    except BackendCompilerFailed as error:
-        if capturing.traced is None:
-            raise error.inner_exception from None
-    if capturing.traced is None:
-        raise AssertionError("the step has no backward: give it an input or a parameter that requires a gradient")
-    return capturing.traced
+    taken = torch_private.traced_step(step, *inputs, dynamic=dynamic)
+    module, num_outputs, static = taken.module, taken.num_forward_outputs, taken.static_inputs
+    torch_private.prepare_joint_module(module)
+    joint = capture(module.graph, num_outputs, static, torch_private.pinned_to_backward(module.graph))
+    return Traced(joint, torch_private.inductor_saved_names(module, num_outputs, static))
 
 
 # -- the stages up to the search --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Staged:
-    """One graph with all that the search needs."""
-
-    joint: JointGraph
-    permissions: tuple[Permission, ...]
-    costs: CostGraph
-    problem: CutProblem
-    model: MemoryModel
-    inductor: Candidate
 
 
 def staged(
@@ -204,12 +157,12 @@ def staged(
     else:
         everything = cut_of_saved(problem, frozenset(range(len(problem))) - _unsavable(problem))
         inductor = Candidate(everything, model.project(everything))
-    return Staged(joint, permissions, costs, problem, model, inductor)
+    return Staged(joint, permissions, costs, problem, model, ANALYTIC, inductor)
 
 
 def choose(graph: Staged, budget_bytes: int | None) -> Choice:
     """What the search makes of it."""
-    return search(graph.joint, graph.problem, graph.model, graph.inductor, budget_bytes, graph.costs.fixed_ps)
+    return graph.search(budget_bytes, None)
 
 
 def unrolled_problem(problem: CutProblem, graph: Unrolled) -> CutProblem:

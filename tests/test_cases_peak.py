@@ -86,80 +86,36 @@ def smallest_peak(make: Make) -> int:
 # -- one graph at many budgets ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The two modules that one budget gave, and its plan."""
+def sweep(model: nn.Module, batch: Batch, num_budgets: int, more: Sequence[int] = ()) -> list[Measured]:
+    """One step at each budget, of a graph that is traced once, because tracing is most of such a compile.
 
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    plan: RematPlan
-
-
-class Sweep(torch_private.CustomPartitionerFn):
-    """A step that is traced once and cut at many budgets, because tracing is most of such a compile.
-
-    The budgets fall at equal distances from what plain Inductor's plan needs to the smallest peak; ``more`` follow. The
-    step runs as the eager lowering runs it, by an interpreter that frees each value after its last use.
+    The budgets fall at equal distances from what plain Inductor's plan needs to the smallest peak; ``more`` follow.
     """
+    traced = torch_private.traced_step(model, *batch)
+    with pytest.raises(BudgetInfeasibleError) as refused:
+        at_budget(traced, 1)
+    most_bytes = at_budget(traced, None).plan.inductor_peak_bytes
+    budgets = budgets_between(most_bytes, refused.value.smallest_bytes, num_budgets)
+    return [at_budget(traced, budget) for budget in (*budgets, *more)]
 
-    def __init__(self, model: nn.Module, batch: Batch, num_budgets: int, more: Sequence[int] = ()) -> None:
-        self.num_budgets, self.more = num_budgets, more
-        self.arguments: list[Tensor] = []
-        self.cuts: list[Cut] = []
-        torch._dynamo.reset()
 
-        def backend(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-            self.arguments = list(inputs)
-            return torch_private.compile_with_aot_autograd(module, inputs, self, lambda _graph: None)
+def at_budget(traced: torch_private.JointModule, budget_bytes: int | None) -> Measured:
+    """One step as the eager lowering runs it: by an interpreter that frees each value after its last use."""
+    options = {"memory_budget": budget_bytes, "lowering": "eager", "num_microbatches": 1}
+    partitioner = RematPartitioner(parse_options(options, {}, frozenset()), TEST_SPEC)
+    num_outputs, static = traced.num_forward_outputs, list(traced.static_inputs)
+    module = torch_private.copy_of(traced.module)
+    forward, backward = partitioner(module, (), num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
 
-        self.tangent = torch.ones_like(torch.compile(model, backend=backend)(*batch))
+    @torch.no_grad()  # as AOTAutograd calls them
+    def step() -> object:
+        results = fx.Interpreter(forward).boxed_run(list(traced.inputs))
+        outputs, saved = results[:num_outputs], [*results[num_outputs:], torch.ones_like(results[0])]
+        del results
+        return outputs, fx.Interpreter(backward).boxed_run(saved)
 
-    def __call__(
-        self,
-        gm: fx.GraphModule,
-        joint_inputs: Sequence[object],
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: Sequence[int] | None = None,
-        **keywords: object,
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self.num_outputs = num_fwd_outputs
-
-        def cut(budget_bytes: int | None) -> Cut:
-            options = {"memory_budget": budget_bytes, "lowering": "eager", "num_microbatches": 1}
-            partitioner = RematPartitioner(parse_options(options, {}, frozenset()), TEST_SPEC)
-            forward, backward = partitioner(
-                torch_private.copy_of(gm),
-                joint_inputs,
-                num_fwd_outputs=num_fwd_outputs,
-                static_lifetime_input_indices=static_lifetime_input_indices,
-            )
-            return Cut(forward, backward, partitioner.made[0].plan)
-
-        with pytest.raises(BudgetInfeasibleError) as refused:
-            cut(1)
-        free = cut(None)
-        budgets = budgets_between(free.plan.inductor_peak_bytes, refused.value.smallest_bytes, self.num_budgets)
-        self.cuts = [cut(budget) for budget in (*budgets, *self.more)]
-        return free.forward, free.backward
-
-    def uuid(self) -> str:
-        return "never cached"
-
-    def measured(self) -> list[Measured]:
-        """One step of each cut."""
-        return [self._measured(cut) for cut in self.cuts]
-
-    def _measured(self, cut: Cut) -> Measured:
-        @torch.no_grad()  # as AOTAutograd calls them
-        def step() -> object:
-            results = fx.Interpreter(cut.forward).boxed_run(list(self.arguments))
-            outputs, saved = results[: self.num_outputs], [*results[self.num_outputs :], self.tangent]
-            del results
-            return outputs, fx.Interpreter(cut.backward).boxed_run(saved)
-
-        peak_bytes = tensor_bytes(self.arguments) + measure_peak(step).above_baseline_bytes
-        return Measured(peak_bytes, _num_products(cut.backward), cut.plan)
+    peak_bytes = tensor_bytes(traced.inputs) + measure_peak(step).above_baseline_bytes
+    return Measured(peak_bytes, _num_products(backward), partitioner.made[0].plan)
 
 
 def _num_products(module: fx.GraphModule) -> int:
@@ -193,7 +149,7 @@ def test_r5_peaks_of_sixteen_blocks_stay_within_their_budgets_and_never_rise() -
     """And a budget of what a checkpoint per block takes costs no more products than that does."""
     rival = measured(lambda: llama(16), System("rival", TORCH_LOWERED_EAGERLY), checkpoint_blocks)
 
-    *runs, alike = Sweep(*llama(16), NUM_BUDGETS, [rival.peak_bytes]).measured()
+    *runs, alike = sweep(*llama(16), NUM_BUDGETS, [rival.peak_bytes])
 
     check_peaks(runs)
     assert runs[-1].peak_bytes < runs[0].peak_bytes / 3
@@ -204,7 +160,7 @@ def test_r5_peaks_of_sixteen_blocks_stay_within_their_budgets_and_never_rise() -
 
 def test_r5_a_sweep_measures_what_the_compiled_step_takes() -> None:
     """The test above runs the two modules itself; through ``torch.compile`` they take the same."""
-    runs = Sweep(*llama(2), 2).measured()
+    runs = sweep(*llama(2), 2)
 
     check_peaks(runs)
     for run in runs:

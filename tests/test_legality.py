@@ -20,6 +20,7 @@ from remat_passes.cut import smallest_price, solve
 from remat_passes.errors import CannotPartitionError
 from remat_passes.joint import JointGraph, Policy, Value
 from remat_passes.legality import Permission, classify
+from remat_passes.ops import OpKind
 
 aten = torch.ops.aten
 
@@ -293,9 +294,13 @@ def test_one_policy_for_every_op_can_be_obeyed(policy: CheckpointPolicy) -> None
     norm, w = nn.LayerNorm(4), weight(4, 4)
     step = with_policy(lambda x: norm(x @ w).t().reshape(2, 8).split(4, 1)[0].exp(), {}, policy)
     graph = staged(trace(step, torch.ones(4, 4)))
-    choose(graph, None)
+    cut = choose(graph, None).chosen.cut
     if policy is CheckpointPolicy.MUST_SAVE:
-        assert not choose(graph, None).chosen.cut.redo & {v.index for v in marked(graph.joint, Policy.MUST_SAVE)}
+        # A view has nothing to save: it is taken again of what is saved. In torch 2.11 the policy also marks the alias
+        # of a result that autograd keeps.
+        bound = {v.index for v in marked(graph.joint, Policy.MUST_SAVE) if v.kind is not OpKind.VIEW}
+        assert bound
+        assert not cut.redo & bound
 
 
 def test_must_recompute_lets_random_numbers_be_drawn_again() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.systems import Bench
@@ -35,21 +33,14 @@ NAMES = (
 
 def joint_graph(bench: Bench) -> JointGraph:
     """The joint graph of a bench's step, as remat would plan it."""
-    takes = torch_private.TakesJointModule()
-
-    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return torch_private.compile_with_aot_autograd(module, inputs, takes, lambda _graph: None)
 
     def call(*batch: torch.Tensor) -> Any:
         return bench.model(*batch)
 
-    with suppress(torch_private.Stopped):
-        torch.compile(call, backend=backend, dynamic=False)(*bench.batch)
-    assert takes.taken is not None
-    module = takes.taken.module
-    torch_private.prepare_joint_module(module)
-    pinned = torch_private.pinned_to_backward(module.graph)
-    return capture(module.graph, takes.taken.num_forward_outputs, takes.taken.static_inputs, pinned)
+    taken = torch_private.traced_step(call, *bench.batch, dynamic=False)
+    torch_private.prepare_joint_module(taken.module)
+    pinned = torch_private.pinned_to_backward(taken.module.graph)
+    return capture(taken.module.graph, taken.num_forward_outputs, taken.static_inputs, pinned)
 
 
 @dataclass(frozen=True, slots=True)

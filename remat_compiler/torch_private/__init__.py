@@ -49,7 +49,7 @@ from .inductor import (
     lower_random_at,
     reuses_saved_values,
 )
-from .joint import JointModule, Stopped, TakesJointModule, joint_module_of
+from .joint import JointModule, joint_module_of, traced_step
 from .partitioners import (
     extract_modules,
     inductor_saved_names,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from .eager import compile_with_aot_autograd
 from .fake_tensors import as_device, on_cpu
 from .graphs import outside_of_tracing
 
@@ -22,6 +24,7 @@ class JointModule:
     module: fx.GraphModule
     num_forward_outputs: int
     static_inputs: tuple[int, ...]
+    inputs: tuple[Any, ...] = ()  # of Dynamo's graph, which stand before the tangents
 
 
 class Stopped(BaseException):
@@ -32,6 +35,7 @@ class TakesJointModule(CustomPartitionerFn):
     """Keeps the joint graph instead of cutting it."""
 
     def __init__(self) -> None:
+        self.inputs: tuple[Any, ...] = ()
         self.taken: JointModule | None = None
 
     def __call__(  # type: ignore[override]
@@ -43,7 +47,7 @@ class TakesJointModule(CustomPartitionerFn):
         static_lifetime_input_indices: Sequence[int] | None = None,
         **keywords: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self.taken = JointModule(gm, num_fwd_outputs, tuple(static_lifetime_input_indices or ()))
+        self.taken = JointModule(gm, num_fwd_outputs, tuple(static_lifetime_input_indices or ()), self.inputs)
         raise Stopped
 
     def uuid(self) -> str:
@@ -66,4 +70,25 @@ def joint_module_of(module: fx.GraphModule, inputs: Sequence[Any], options: Mapp
         compile_fx(
             module, list(inputs), inner_compile=inner, config_patches={**options, "custom_partitioner_fn": takes}
         )
+    return takes.taken
+
+
+def traced_step(step: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> JointModule:
+    """The joint graph of ``step`` that the eager lowering would cut. The step itself does not run.
+
+    Raises:
+        ValueError: it has no backward.
+    """
+
+    takes = TakesJointModule()
+
+    def backend(module: fx.GraphModule, arguments: Sequence[Any]) -> Any:
+        takes.inputs = tuple(arguments)
+        return compile_with_aot_autograd(module, arguments, takes, lambda _graph: None)
+
+    torch._dynamo.reset()
+    with suppress(Stopped):
+        torch.compile(step, backend=backend, dynamic=dynamic)(*inputs)
+    if takes.taken is None:
+        raise ValueError("the step has no backward: give it an input or a parameter that requires a gradient")
     return takes.taken
