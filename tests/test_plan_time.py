@@ -147,5 +147,6 @@ def test_networkx_is_itself_again() -> None:
     before = nx.minimum_cut
     with mock.patch.object(partitioners, "_minimum_cut", wraps=partitioners._minimum_cut) as used:
         trace(step, *inputs)
-    assert used.called
+    has_own_flow = hasattr(partitioners.partitioners, "minimum_cut")  # torch, from 2.15 on: that one is left alone
+    assert used.called is not has_own_flow
     assert nx.minimum_cut is before

@@ -1,7 +1,8 @@
 """Everything private of torch that remat touches, in one place: a test finds any other use.
 
-Checked on torch 2.11.0 (source), 2.13.0 (all tests) and 2.14.1 (tests of the passes, and a small net under Inductor).
-After an upgrade of torch, these files are the ones to read again:
+Checked on torch 2.13.0 (all tests), on 2.11.0 and 2.15.0 (test_legality, test_joint, test_plan_time, test_kept_graphs
+and test_backward_writes without Inductor, on 2.11.0 test_first_step too), and on 2.14.1 (tests of the passes, and a
+small net under Inductor). After an upgrade of torch, these files are the ones to read again:
 
 - ``graphs``: what Dynamo and AOTAutograd note on the nodes of their graphs, ``invoke_subgraph``, and Dynamo's count of
   the versions of a function, its graph breaks, and the axes that ``mark_dynamic`` was told of.

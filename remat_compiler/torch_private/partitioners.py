@@ -59,7 +59,7 @@ def inductor_saved_names(
         found = partitioners.classify_nodes(joint_module, static, num_fwd_outputs)
         if found.required_bw_nodes and _is_one_minimum_cut(joint_module.graph):
             _measure_distances(joint_module.graph, found)
-            with mock.patch.object(nx, "minimum_cut", _minimum_cut):
+            with mock.patch.object(nx, "minimum_cut", _minimum_cut):  # torch 2.15 has a flow of its own
                 saved = partitioners.choose_saved_values_set(joint_module.graph, found)
             return frozenset(node.name for node in saved)
     finally:
