@@ -73,10 +73,10 @@ class ExplicitAttention(nn.Module):
         batch, tokens, width = x.shape
         heads = (batch, tokens, self.num_heads, width // self.num_heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.norm_attention(x)).chunk(3, -1))
-        mixed = explicit_attention(q, k, v, self.dropout)
-        x = x + F.dropout(self.out(mixed.transpose(1, 2).reshape(x.shape)), self.dropout)
+        mixed = explicit_attention(q, k, v, self.dropout if self.training else 0.0)
+        x = x + F.dropout(self.out(mixed.transpose(1, 2).reshape(x.shape)), self.dropout, self.training)
         hidden = F.gelu(self.up(self.norm_mlp(x)), approximate="tanh")
-        return x + F.dropout(self.down(hidden), self.dropout)
+        return x + F.dropout(self.down(hidden), self.dropout, self.training)
 
 
 class RMSNorm(nn.Module):

@@ -307,6 +307,7 @@ def test_loops_over_unequal_numbers_of_targets_are_off() -> None:
 
     assert arrangement_error(model, 2) > 0.05
     assert arrangement_error(TINY, 2) < 1e-12
+    assert arrangement_error(MODELS["gpt-dropout"], 4) < 1e-12  # its dropout is off while it is asked
 
 
 class Redrawn(torch.autograd.Function):
