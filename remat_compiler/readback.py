@@ -27,6 +27,7 @@ from remat_passes.workspace import (
     ATTENTION,
     GEMMS,
     HALF_PRECISION,
+    Convolution,
     Layout,
     attention_backward_bytes,
     attention_bytes,
@@ -477,10 +478,11 @@ class _Wrapper:
         op, threads = _short_name(call), torch.get_num_threads()
         storages = [*self._operands(call), *results]
         if op in ("convolution", "convolution_backward"):
-            layouts = [self._known_layout(operand) for operand in call.args[: 3 if op.endswith("backward") else 2]]
+            count = 3 if op.endswith("backward") else 2
+            layouts = [self._known_layout(operand) for operand in call.args[:count]]
             dtype = results[0].dtype
             output_numel = layouts[0].numel if len(layouts) == 3 else results[0].bytes // dtype.itemsize
-            return convolution_bytes(layouts, output_numel, dtype, threads)
+            return convolution_bytes(layouts, output_numel, dtype, threads, _convolution(call, count))
         if op == ATTENTION:
             query, key = (self._known_layout(operand) for operand in call.args[:2])
             return attention_bytes(query, key, results[0].dtype, threads)
@@ -510,6 +512,16 @@ class _Wrapper:
     def _return(self, value: ast.expr | None) -> None:
         elements = value.elts if isinstance(value, ast.Tuple) else []
         self.results = [None if isinstance(e, ast.Constant) else self._result(e) for e in elements]
+
+
+def _convolution(call: ast.Call, num_operands: int) -> Convolution:
+    """What a convolution is told, which its call in the code states by place or, but for the bias, by name."""
+    named = [keyword.value for keyword in call.keywords if keyword.arg != "bias"]
+    told = [*call.args[num_operands + 1 :], *named]
+    try:
+        return Convolution.of([ast.literal_eval(argument) for argument in told])
+    except ValueError:
+        raise _NotUnderstoodError(f"what {ast.unparse(call)} is told") from None
 
 
 FLASH_BACKWARD = "_scaled_dot_product_flash_attention_backward"

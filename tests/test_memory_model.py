@@ -20,7 +20,7 @@ from remat_passes.cut import Cut, cut_of_saved
 from remat_passes.joint import JointGraph
 from remat_passes.memory import MemoryModel, Projection
 from remat_passes.plan import RematPlan
-from remat_passes.workspace import Layout, convolution_bytes, gemm_bytes
+from remat_passes.workspace import Convolution, Layout, convolution_bytes, gemm_bytes, gemm_copies_bytes
 
 aten = torch.ops.aten
 
@@ -364,28 +364,73 @@ def test_under_inductor_a_convolution_reads_channels_last_copies_of_its_inputs()
     assert convolved == 2 * (image + weight) + out + weight + 2 * 4 * KIB
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "size"), [(8, 8, 3), (24, 8, 3), (32, 64, 3), (8, 5, 1)])
-def test_a_convolution_takes_for_itself_what_is_said_or_a_little_less(inputs: int, outputs: int, size: int) -> None:
-    image, weight = torch.ones(4, inputs, 16, 16), torch.ones(outputs, inputs, size, size)
-    image, weight = (tensor.to(memory_format=torch.channels_last) for tensor in (image, weight))
-    numbers = ([1, 1], [size // 2] * 2, [1, 1], False, [0, 0], 1)
+def own_bytes(step: Callable[[], object], *results: Tensor) -> int:
+    """What a step allocates at its peak besides its results."""
+    step()
+    return measure_peak(step).peak_bytes - sum(tensor.nbytes for tensor in results)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize(
+    ("batch", "inputs", "outputs", "size", "stride", "groups", "is_transposed"),
+    [
+        (4, 8, 8, 3, 1, 1, False),
+        (4, 24, 8, 3, 1, 1, False),
+        (4, 32, 64, 3, 1, 1, False),
+        (4, 8, 5, 1, 1, 1, False),
+        (4, 8, 8, 3, 1, 8, False),  # each channel by itself
+        (2, 16, 16, 2, 2, 1, True),
+        (2, 4, 4, 2, 2, 1, True),
+        (1, 3, 8, 3, 1, 1, False),  # from here on so small that ATen computes it
+        (1, 8, 8, 1, 1, 1, False),
+        (1, 16, 16, 3, 1, 1, True),
+    ],
+)
+def test_a_convolution_takes_for_itself_what_is_said_or_less(
+    batch: int, inputs: int, outputs: int, size: int, stride: int, groups: int, is_transposed: bool,
+    layout: torch.memory_format,
+) -> None:  # fmt: skip
+    kernels = (inputs, outputs // groups) if is_transposed else (outputs, inputs // groups)
+    image, weight = torch.ones(batch, inputs, 16, 16), torch.ones(*kernels, size, size)
+    image, weight = (tensor.to(memory_format=layout) for tensor in (image, weight))
+    numbers = ([stride] * 2, [0 if is_transposed else size // 2] * 2, [1, 1], is_transposed, [0, 0], groups)
     result = aten.convolution(image, weight, None, *numbers)
     layouts = [Layout(tuple(tensor.shape), tensor.stride()) for tensor in (result, image, weight)]
 
-    def own_bytes(step: Callable[[], object], *results: Tensor) -> int:
-        step()
-        return measure_peak(step).peak_bytes - sum(tensor.nbytes for tensor in results)
-
-    threads = torch.get_num_threads()
+    threads, told = torch.get_num_threads(), Convolution.of(numbers)
     forward = own_bytes(lambda: aten.convolution(image, weight, None, *numbers), result)
     backward = own_bytes(
         lambda: aten.convolution_backward(result, image, weight, None, *numbers, [True, True, False]), image, weight
     )
-    said = convolution_bytes(layouts[1:], result.numel(), torch.float32, threads)
-    said_backward = convolution_bytes(layouts, result.numel(), torch.float32, threads)
+    said = convolution_bytes(layouts[1:], result.numel(), torch.float32, threads, told)
+    said_backward = convolution_bytes(layouts, result.numel(), torch.float32, threads, told)
+    # What oneDNN copies of other layouts depends on which of its kernels it takes; the rule is for the hungriest.
+    times = 2 if is_transposed or layout is torch.contiguous_format else 1
     slack = 16 * KIB * (1 + threads)
-    assert said - slack <= forward <= said + KIB
-    assert said_backward - slack <= backward <= said_backward + KIB
+    assert said - slack <= times * forward
+    assert forward <= said + KIB
+    assert said_backward - slack <= times * backward
+    assert backward <= said_backward + KIB
+
+
+def test_a_product_copies_operands_that_are_not_dense() -> None:
+    dense, gaps = torch.ones(64, 64), torch.ones(64, 128)[:, ::2]
+    operands = {"dense": dense, "transposed": dense.t(), "expanded": torch.ones(1).expand(64, 64), "with gaps": gaps}
+    for name, operand in operands.items():
+        said = gemm_copies_bytes([Layout((64, 64), operand.stride())], 4)
+        assert own_bytes(lambda operand=operand: operand @ dense, dense) == said, name  # type: ignore[misc]
+        assert said == (dense.nbytes if name in ("expanded", "with gaps") else 0)
+
+
+@pytest.mark.parametrize("op", [aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, aten.abs.default])
+def test_complex_numbers_take_a_copy_of_what_is_real(op: Callable[..., Tensor]) -> None:
+    build = JointBuilder()
+    nodes = [build.primal(64, 64, dtype=torch.complex64), build.primal(64, 64)][: 1 if op is aten.abs.default else 2]
+    joint = build.joint([build.call(op, *nodes)], [])
+    operands = [torch.ones(64, 64, dtype=torch.complex64), torch.ones(64, 64)][: len(nodes)]
+
+    said = MemoryModel(joint, fuses=False).workspaces[-1]
+    assert own_bytes(lambda: op(*operands), op(*operands)) == said == operands[0].nbytes
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 64), (512, 64, 64), (64, 1024, 64), (256, 1024, 512)])

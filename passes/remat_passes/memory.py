@@ -38,6 +38,7 @@ from .workspace import (
     ATTENTION,
     GEMMS,
     HALF_PRECISION,
+    Convolution,
     Layout,
     attention_backward_bytes,
     attention_bytes,
@@ -45,6 +46,7 @@ from .workspace import (
     contiguous,
     convolution_bytes,
     gemm_bytes,
+    gemm_copies_bytes,
 )
 
 # A pointwise result with more reads than this is written by Inductor once several readers want it
@@ -226,20 +228,26 @@ class MemoryModel:
         touched = [self.sizes[value.index], *(self.sizes[i] for i in self._parts.get(value.index, ())), *sizes]
         dtype = operands[0].dtype if operands else None
         if dtype is not None and name in ("convolution", "convolution_backward"):
-            layouts = [self._convolved(operand) for operand in operands[: 3 if name.endswith("backward") else 2]]
+            count = 3 if name.endswith("backward") else 2
+            layouts = [self._convolved(operand) for operand in operands[:count]]
             output_numel = layouts[0].numel if len(layouts) == 3 else value.numel
-            return convolution_bytes(layouts, output_numel, dtype, self.num_threads)
+            told = Convolution.of(self.joint.nodes[value.index].args[count + 1 :])
+            return convolution_bytes(layouts, output_numel, dtype, self.num_threads, told)
         if dtype is not None and name == ATTENTION:
             query, key = (self._layout(operand) for operand in operands[:2])
             return attention_bytes(query, key, dtype, self.num_threads)
         if dtype is not None and name == f"{ATTENTION}_backward":
             gradient, query, key = (self._layout(operand) for operand in operands[:3])
             return attention_backward_bytes(gradient, query, key, dtype, self.num_threads)
-        if name in GEMMS and value.dtype in HALF_PRECISION:
-            row = operands[1 if name in ("addmm", "baddbmm") else 0].sizes[-1]
-            return gemm_bytes(row, max(touched), self.num_threads)
+        if dtype is not None and name in GEMMS:
+            matrices = [self._layout(operand) for operand in operands[-2:]]
+            copied_bytes = 0 if self.fuses else gemm_copies_bytes(matrices, dtype.itemsize)
+            is_half = dtype in HALF_PRECISION
+            return copied_bytes + (gemm_bytes(matrices[0].sizes[-1], max(touched), self.num_threads) if is_half else 0)
         if self.fuses:
             return 0
+        if dtype is not None and dtype.is_complex and name == "abs":
+            return value.numel * dtype.itemsize  # the result as a complex number, before it is one
         return (max(touched) if name in EAGER_COPIES else 0) + self._promoted_bytes(value)
 
     def _arguments(self, index: int) -> list[Value]:
@@ -260,11 +268,14 @@ class MemoryModel:
 
     def _promoted_bytes(self, value: Value) -> int:
         """The copy that ATen's CPU arithmetic makes of what it combines with floats of another type: masks, integers,
-        16-bit parts of a sum in fp32."""
-        if self.names[value.index] not in PROMOTING or not value.is_float or value.dtype is None:
+        16-bit parts of a sum in fp32, real factors of a complex number."""
+        dtype = value.dtype
+        if self.names[value.index] not in PROMOTING or dtype is None:
+            return 0
+        if not (dtype.is_floating_point or dtype.is_complex):
             return 0
         operands = (self.joint.values[i] for i in value.inputs)
-        return sum(o.numel * value.dtype.itemsize for o in operands if o.dtype not in (None, value.dtype) and o.sizes)
+        return sum(o.numel * dtype.itemsize for o in operands if o.dtype not in (None, dtype) and o.sizes)
 
     @cached_property
     def plain_images(self) -> frozenset[int]:
