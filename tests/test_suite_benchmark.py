@@ -200,6 +200,7 @@ def test_summary_and_the_block_of_readme_say_the_same(tmp_path: Path) -> None:
     assert "old" not in text
     assert "| m | 1 of 2 | 100.0 | 50.0 | 40.0 (" in text
     assert "Budgets met: 1 of 2. Refused or missed although a rival fits: 1 (promised: 0)." in text
+    assert "Rises, measured peaks above that of a higher budget: 0 (promised: 0)." in text
     page.write_text("nothing\n", encoding="utf-8")
     with pytest.raises(ValueError, match="no place for the results"):
         table.write_readme(page, block)
