@@ -517,6 +517,33 @@ def test_batch_norm_of_the_features_is_a_part_of_the_tail(num_microbatches: int)
     assert outcomes[-1].buffers["norm.num_batches_tracked"] == 4
 
 
+def normalised_logits(module: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """There are more classes than features of the input, so one-hot labels are larger than what is handed in."""
+    return F.cross_entropy(module.norm(module.net(x)), labels)
+
+
+def mean_field(module: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """The features stand beside a statistic of them, and in backward beside constants alone."""
+    features = module.net(x)
+    energy = (features * features.mean(0)).sum(1)
+    return (energy - energy.mean()).square().mean() + (energy * features[:, 0]).mean()
+
+
+@in_numbers
+@pytest.mark.parametrize("loss", [normalised_logits, mean_field])
+def test_what_a_small_tail_reads_beside_statistics_is_whole_with_it(
+    loss: Callable[[Any, Tensor, Tensor], Tensor], num_microbatches: int
+) -> None:
+    """Else each sum over the batch in its backward would take one more loop."""
+    build = lambda: Lambda(loss, net=perceptron(hidden=2 * WIDE), norm=nn.BatchNorm1d(CLASSES))  # noqa: E731
+    program = Program(build, lambda: (torch.randn(BATCH, WIDTH), torch.randint(0, CLASSES, (BATCH,))))
+    for found, expected in zip(run_split(program, num_microbatches, 2), run_eager(program, 2), strict=True):
+        assert_same(without_noise(found), without_noise(expected))
+    split = remat_compiler.plans()[-1].microbatches
+    assert split is not None
+    assert split.num_loops == 2
+
+
 # -- M13, M14: 16-bit floats -----------------------------------------------------------------------------------------
 
 

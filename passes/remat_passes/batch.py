@@ -257,6 +257,9 @@ class _Analysis:
         states = [self.states[i] for i in inputs]
         if why or self.stays_whole:
             self.gathered.update(self.joint.values[i].base for i in inputs if self.states[i].is_inside)
+        if self.stays_whole:  # one-hot labels as large as what is put together cost no more than that
+            split = (self.joint.values[i] for i in inputs if self.states[i].dependence is Dependence.SPLIT)
+            self.largest = max([self.largest, *(value.numel for value in split)])
         if all(state.dependence is Dependence.SAME for state in states):
             return State(Dependence.SAME, 0)
         return State(Dependence.WHOLE, level, None, why)
@@ -303,10 +306,13 @@ class _Analysis:
 
     def _follows_whole(self, index: int, operands: Sequence[int], kept: Sequence[int]) -> bool:
         """Whether an op stays whole as what it reads does: any of forward that waits for a loop, and those of backward
-        that read nothing beside it but what is put together for forward's."""
+        that read what is put together for forward's, or nothing of the slices."""
         waits = any(self._whole_level(i) for place, i in enumerate(operands) if place not in kept)
+        side = self.joint.values[index].side
+        if side is Side.FORWARD:
+            return waits
         inside = [operands[place] for place in kept if operands[place] not in self.cheap]
-        return waits and (self.joint.values[index].side is Side.FORWARD or self._is_gathered(inside))
+        return self._is_gathered(inside) and (waits or (side is Side.BACKWARD and bool(inside)))
 
     def _is_gathered(self, indices: Sequence[int]) -> bool:
         return self.gathered.issuperset(self.joint.values[i].base for i in indices)
