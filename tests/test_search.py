@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -375,7 +375,7 @@ def test_a_decision_of_inductor_that_draws_again_is_a_yardstick_and_no_candidate
     graph = staged(drawn())
     illegal = inductor_candidate(graph.joint, graph.problem, graph.model, frozenset({"primals_1"}))
     dropped, mask = (value_of(graph.joint, name).index for name in ("native_dropout_default", "getitem_1"))
-    unlawful = Staged(graph.joint, graph.permissions, graph.costs, graph.problem, graph.model, illegal)
+    unlawful = replace(graph, inductor=illegal)
 
     assert not illegal.is_legal
     assert dropped in illegal.cut.redo
