@@ -42,7 +42,10 @@ class TimedError(Exception):
 
 
 class Timing(torch_private.CustomPartitionerFn):
-    """Plans one joint graph and notes the seconds of each stage."""
+    """Plans one joint graph and notes the seconds of each stage.
+
+    It does so where a partitioner runs, within the compile: torch's own takes half as long behind it.
+    """
 
     def __init__(self, ratios: Sequence[float]) -> None:
         self.ratios, self.seconds, self.num_values = ratios, dict[str, float](), 0

@@ -74,7 +74,7 @@ def _fullest(joint: JointGraph, model: MemoryModel, replays: Sequence[Projection
 
 def _is_own_kernel(model: MemoryModel, index: int) -> bool:
     """Whether an op runs in a kernel that nothing else can run in; a product may run with the sum that it goes into."""
-    return model.kinds[index] is OpKind.EXTERN and not any(index in found for found in model.sums_of_products.values())
+    return model.kinds[index] is OpKind.EXTERN and index not in model.products_of_sums
 
 
 class _Instant:
@@ -93,11 +93,10 @@ class _Instant:
 
     def _certain(self) -> tuple[frozenset[int], frozenset[int]]:
         """The ops of backward that run before, and after, the instant in any plan."""
-        products = {product for found in self.model.sums_of_products.values() for product in found}
         before, after = set(), {self.index}
         for i in self.joint.backward_values:
             value = self.joint.values[i]
-            has_own = not self.model.fuses or (value.kind is OpKind.EXTERN and i not in products)
+            has_own = not self.model.fuses or _is_own_kernel(self.model, i)
             if i < self.index and (has_own or (value.kind is OpKind.PART and value.inputs[0] in before)):
                 before.add(i)
             elif i > self.index and (has_own or not after.isdisjoint(value.inputs)):

@@ -199,6 +199,11 @@ class MemoryModel:
                 found[value.index] = products
         return found
 
+    @cached_property
+    def products_of_sums(self) -> frozenset[int]:
+        """The products that may run with the sum that they go into."""
+        return frozenset(product for products in self.sums_of_products.values() for product in products)
+
     def _is_addmm(self, product: Value, other: Value) -> bool:
         if self.names[product.index] != "mm" or other.dtype is not product.dtype or len(other.sizes) > 2:
             return False
