@@ -1,6 +1,6 @@
 """Extraction: the joint module becomes forward and backward, exactly as the cut says.
 
-They hand over what the plan saves and nothing else, and backward is in the order that the plan was projected for.
+They hand over what the plan saves and nothing else, in the order that the plan was projected for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import torch_private
 
 
 def extract(
-    gm: fx.GraphModule, captured: JointGraph, chosen: Candidate, num_fwd_outputs: int
+    gm: fx.GraphModule, captured: JointGraph, chosen: Candidate, num_fwd_outputs: int, *, fuses: bool
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward of a joint module by a decision; the module itself is changed.
 
@@ -28,6 +28,7 @@ def extract(
         captured: its graph as values.
         chosen: the decision.
         num_fwd_outputs: how many of the outputs belong to forward.
+        fuses: as the decision was projected for (``MemoryModel.fuses``).
     """
     joint, cut = captured if chosen.unrolled is None else chosen.unrolled.joint, chosen.cut
     nodes = _unrolled_nodes(gm.graph, joint, num_fwd_outputs)
@@ -37,11 +38,16 @@ def extract(
         if any(joint.values[i].side is Side.BACKWARD for i in _writers(joint, source)):
             saved.append(source)  # backward changes it as well, and the change is to reach the caller
     recomputed = frozenset(nodes[i] for i in cut.redo)
+    copies = {value.name for value in joint.values if value.is_copy}
     static = [nodes[i] for i in sorted(joint.static_inputs)]
-    forward, backward = torch_private.extract_modules(gm, saved, recomputed, num_fwd_outputs, static)
+    forward, backward = torch_private.extract_modules(gm, saved, recomputed, num_fwd_outputs, static, copies)
     _check_writes(joint, forward, backward)
-    names = [nodes[i].name for i in schedule(joint, cut).backward]
-    return torch_private.thread_random_state(forward, _ordered(backward, names))
+    order = schedule(joint, cut, early=not fuses)
+    forward, backward = (
+        _ordered(module, [nodes[i].name for i in side])
+        for module, side in ((forward, order.forward), (backward, order.backward))
+    )
+    return torch_private.thread_random_state(forward, backward)
 
 
 def _unrolled_nodes(graph: fx.Graph, joint: JointGraph, num_fwd_outputs: int) -> tuple[fx.Node, ...]:

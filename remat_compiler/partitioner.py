@@ -41,7 +41,7 @@ from .readback import StepReader
 from .split_choice import SplitChoice, SplitWay, look
 from .staged import Staged, stage
 from .step_inputs import StepInputs
-from .weighing import UNSPLIT, Decision, Part, Way, Weighing, ladders
+from .weighing import UNSPLIT, Answers, Decision, Part, Way, Weighing, ladders
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         inputs: StepInputs = NOTHING_KNOWN,
         device_type: str | None = None,
         limits: Mapping[Way, int] | None = None,
+        answers: dict[str, Answers] | None = None,
     ) -> None:
         self.options = options
         self.device_type = device_type  # whose memory counts, where it is not the device of the trace
@@ -114,6 +115,7 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
         self.limit_bytes = limit_bytes  # the highest projected peak to accept, where a trial has shown a better one
         self.correction = correction  # what that trial has shown, for the plan's notes
         self.limits = dict(limits or {})  # the same of the ways to run the step that were tried
+        self.answers = {} if answers is None else answers  # of earlier trials, by the fingerprint of the graph
         self.why_not = ""  # the step runs in no other number of slices
         self.made: list[Made] = []
         self.table_hashes: list[str] = []  # of the measured times that each graph was priced with
@@ -129,7 +131,8 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition one joint graph (torch's ``CustomPartitionerFn`` interface)."""
         decided = self.decide(gm, num_fwd_outputs, list(static_lifetime_input_indices or []))
-        forward, backward = extract(decided.module, decided.joint, decided.chosen, num_fwd_outputs)
+        fuses = self.options.lowering == "inductor"
+        forward, backward = extract(decided.module, decided.joint, decided.chosen, num_fwd_outputs, fuses=fuses)
         texts = {"joint": decided.joint_text, "forward": str(forward.graph), "backward": str(backward.graph)}
         reader = StepReader(decided.joint.device_type, num_fwd_outputs)
         first_step = FirstStep(decided.joint.device_type, num_fwd_outputs)
@@ -237,7 +240,13 @@ class RematPartitioner(torch_private.CustomPartitionerFn):
             limit = self._limit_of(way)
             return budget_bytes if limit is None else limit
 
-        weighing = Weighing(step.full, ladders(axes), lambda way: self._look(step, way, axes[way.part]), limit_bytes)
+        weighing = Weighing(
+            step.full,
+            ladders(axes),
+            lambda way: self._look(step, way, axes[way.part]),
+            limit_bytes,
+            self.answers.setdefault(step.full.joint.fingerprint, Answers()),
+        )
         decision = weighing.weigh()
         if decision is None:
             refused = weighing.refusal(budget_bytes)

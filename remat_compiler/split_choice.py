@@ -211,7 +211,13 @@ class SplitWay:
         for key, staged in self.bodies.items():
             body, name = self.graph.bodies[key], self.graph.name(key)
             plan = staged.plan(choice.bodies[key], setting, spec)
-            forward, backward = extract(body.module, staged.joint, choice.bodies[key].chosen, body.num_forward_outputs)
+            forward, backward = extract(
+                body.module,
+                staged.joint,
+                choice.bodies[key].chosen,
+                body.num_forward_outputs,
+                fuses=staged.model.fuses,
+            )
             torch_private.replace_graph(self.outer, name, joined(body, forward, backward))
             planned[name] = PlannedBody(*key, self._count(key), plan, held[name], _operand_bytes(staged))
         joint, main = choice.around.joint, self._main(choice)

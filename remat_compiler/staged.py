@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from remat_passes.bound import InstantHull, instants
 from remat_passes.cost import CostGraph, price
 from remat_passes.cut import CutProblem, Sweep, coarse_sweep
 from remat_passes.device import DeviceSpec
@@ -99,7 +100,12 @@ class Staged:
                 kept.append(candidate)
         return tuple(frontier_point(candidate, self.costs.fixed_ps) for candidate in kept)
 
-    def bound_ps(self, limit_bytes: int) -> int | None:
+    @cached_property
+    def fullest(self) -> list[InstantHull]:
+        """What bounds the time of plans at the instant at which the fastest one needs most."""
+        return instants(self.joint, self.problem, self.model, [self.fastest.projection])
+
+    def saving_bound_ps(self, limit_bytes: int) -> int | None:
         """A time of the whole graph that no plan within the limit is below, because all that is saved is alive between
         forward and backward; ``None`` where there is no plan."""
         room = limit_bytes - self.model.baseline_bytes
@@ -108,6 +114,14 @@ class Staged:
         bound_ps = self.hull.lower_bound_ps(room)
         smallest_ps = self.hull.vertices[-1].time_ps  # what saves less recomputes something twice
         return self.costs.fixed_ps + (smallest_ps if bound_ps is None else bound_ps)
+
+    def bound_ps(self, limit_bytes: int) -> int | None:
+        """A higher one, for what is alive at the fullest instant."""
+        bound_ps = self.saving_bound_ps(limit_bytes)
+        if bound_ps is None:
+            return None
+        found = (hull.lower_bound_ps(limit_bytes) for hull in self.fullest)
+        return max(bound_ps, *(self.costs.fixed_ps + at_ps for at_ps in found if at_ps is not None), 0)
 
     def time_ps(self, candidate: Candidate) -> int:
         """The time of the whole graph."""

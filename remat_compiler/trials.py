@@ -25,7 +25,7 @@ from . import torch_private
 from .options import Options
 from .partitioner import RematPartitioner
 from .step_inputs import StepInputs
-from .weighing import Way
+from .weighing import Answers, Way
 
 # How often a graph is planned for its budget. The error of the prediction is nearly the same for all plans of a graph,
 # so the second trial mostly fits; kernels that stay the same come out of Inductor's cache.
@@ -74,10 +74,13 @@ def compile_within_budget(work: Work) -> tuple[Callable[..., Any], RematPartitio
     """
     correction: str | None = None
     limits: dict[Way, int] = {}  # the error of the prediction is that of a way to run the step
+    answers: dict[str, Answers] = {}  # what was found out about each graph
 
     def compiled(limit_bytes: int | None, *, is_smallest: bool = False) -> _Trial:
         own_limits = {} if is_smallest else limits
-        partitioner = RematPartitioner(work.options, work.spec, limit_bytes, correction, work.known, limits=own_limits)
+        partitioner = RematPartitioner(
+            work.options, work.spec, limit_bytes, correction, work.known, limits=own_limits, answers=answers
+        )
         own = work.module if work.options.memory_budget is None else torch_private.copy_of(work.module)
         seen = partitioner.compiled
         code = torch_private.compile_with_inductor(own, work.inputs, work.inductor_options, partitioner, seen)

@@ -6,7 +6,7 @@ Which way is worth a search is decided in ``remat_passes.candidates``; here the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -35,6 +35,18 @@ class Way:
 
 
 UNSPLIT = Way("step", 1)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What was found out about the ways to run one graph. It holds in a later trial too (trials.py), which has another
+    limit for one way."""
+
+    fastest: dict[Way, Found] = field(default_factory=dict)
+    bounds_ps: dict[tuple[Way, int], int | None] = field(default_factory=dict)
+    found: dict[tuple[Way, int], Found | None] = field(default_factory=dict)
+    points: dict[Way, list[FrontierPoint]] = field(default_factory=dict)  # of what was searched last
+    smallest_bytes: dict[Way, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +80,9 @@ class Weighing:
         ways: Sequence[Sequence[Way]],
         look: Callable[[Way], SplitWay],
         limit_bytes: Callable[[Way], int],
+        answers: Answers,
     ) -> None:
-        self.full, self.ways, self._look, self.limit_bytes = full, ways, look, limit_bytes
+        self.full, self.ways, self._look, self.limit_bytes, self.answers = full, ways, look, limit_bytes, answers
         self._looked: dict[Way, SplitWay] = {}
         self._choices: dict[Way, Choice | SplitChoice] = {}
 
@@ -86,10 +99,12 @@ class Weighing:
         if chosen is None:
             return None
         if chosen not in self._choices:  # its plan without recompute fits: the search has it, with all beside it
-            self.search(chosen)
+            assert self._searched(chosen) is not None, "it was found before"
         candidates = tuple(self._candidate(entry, is_chosen=entry.candidate == chosen) for entry in weighed)
-        seen = dict.fromkeys((UNSPLIT, *self._choices))
-        others = tuple(point for way in seen if way != chosen for point in self._points(way))
+        seen = dict.fromkeys((UNSPLIT, *self.answers.points))
+        others = tuple(
+            point for way in seen if way != chosen for point in self.answers.points.get(way) or self._points(way)
+        )
         return Decision(chosen, self._choices[chosen], candidates, others)
 
     def _smallest_within(self) -> Way | None:
@@ -108,10 +123,16 @@ class Weighing:
     def _staged(self, way: Way) -> Staged | SplitWay:
         return self.full if way == UNSPLIT else self.split_way(way)
 
+    @property
+    def _whole_smallest_bytes(self) -> int:
+        return self.full.smallest.projection.peak_bytes
+
     def _smallest_bytes(self, way: Way) -> int:
-        if way == UNSPLIT:
-            return self.full.smallest.projection.peak_bytes
-        return self.split_way(way).smallest.peak_bytes
+        known = self.answers.smallest_bytes
+        if way not in known:
+            is_whole = way == UNSPLIT
+            known[way] = self._whole_smallest_bytes if is_whole else self.split_way(way).smallest.peak_bytes
+        return known[way]
 
     def refusal(self, budget_bytes: int) -> BudgetInfeasibleError:
         """The error for a budget that no way meets: that of the way with the lowest peak."""
@@ -122,41 +143,57 @@ class Weighing:
         gradient_bytes = self.full.model.gradient_bytes
         return refusal(budget_bytes, projection.peak_bytes, projection.peak_values, gradient_bytes)
 
+    def part(self, way: Way) -> float:
+        """The part of the batch that is in one slice."""
+        return 1 / way.num_slices
+
     def fastest(self, way: Way) -> Found:
         """The plan that spends no time on memory."""
-        if way == UNSPLIT:
-            return Found(self.full.time_ps(self.full.fastest), self.full.fastest.projection.peak_bytes)
-        return self._found(self.split_way(way).fastest)
+        known = self.answers.fastest
+        if way not in known:
+            whole = self.full.fastest
+            whole_found = Found(self.full.time_ps(whole), whole.projection.peak_bytes)
+            known[way] = whole_found if way == UNSPLIT else self._found(self.split_way(way).fastest)
+        return known[way]
 
     def bound_ps(self, way: Way) -> int | None:
         """A time that no plan within the limit is below; ``None`` where it is known that there is no plan."""
-        if way == UNSPLIT:
-            return self.full.bound_ps(self._limit_unsplit())
-        return self.split_way(way).bound_ps(self.limit_bytes(way))
+        limit_bytes = self._limit(way)
+        known = self.answers.bounds_ps
+        if (way, limit_bytes) not in known:
+            asked = self.full if way == UNSPLIT else self.split_way(way)
+            known[way, limit_bytes] = asked.bound_ps(limit_bytes)
+        return known[way, limit_bytes]
 
     def rough_bound_ps(self, way: Way) -> int:
         """A lower one that needs no look. Slices that save so much each save no more than that many times it together,
         and compute again at least what the whole step would that saves as much."""
         baseline = self.full.model.baseline_bytes
         room = way.num_slices * max(0, self.limit_bytes(way) - baseline)
-        bound_ps = self.full.bound_ps(baseline + room) if way.part == "step" else None
+        bound_ps = self.full.saving_bound_ps(baseline + room) if way.part == "step" else None
         return bound_ps or self.full.time_ps(self.full.fastest)
 
     def search(self, way: Way) -> Found | None:
         """The fastest plan within the limit, where there is one."""
-        choice: Choice | SplitChoice | None
-        if way == UNSPLIT:
-            choice = self.full.search_within(self._limit_unsplit())
-        else:
-            choice = self.split_way(way).search(self.limit_bytes(way))
-        if choice is None:
-            return None
-        self._choices[way] = choice
-        return self._found(choice)
+        key = (way, self._limit(way))
+        if key not in self.answers.found:
+            choice = self._searched(way)
+            self.answers.found[key] = None if choice is None else self._found(choice)
+        return self.answers.found[key]
 
-    def _limit_unsplit(self) -> int:
-        """Never more than plain Inductor needs."""
-        return min(self.limit_bytes(UNSPLIT), self.full.inductor.projection.peak_bytes)
+    def _searched(self, way: Way) -> Choice | SplitChoice | None:
+        limit_bytes = self._limit(way)
+        searched = self.full.search_within if way == UNSPLIT else self.split_way(way).search
+        choice = searched(limit_bytes)
+        if choice is not None:
+            self._choices[way] = choice
+            self.answers.points[way] = self._points(way)
+        return choice
+
+    def _limit(self, way: Way) -> int:
+        """Of the step as it is never more than plain Inductor needs."""
+        limit_bytes = self.limit_bytes(way)
+        return min(limit_bytes, self.full.inductor.projection.peak_bytes) if way == UNSPLIT else limit_bytes
 
     def _candidate(self, weighed: Weighed[Way], *, is_chosen: bool) -> StepCandidate:
         found = self._found(self._choices[weighed.candidate]) if is_chosen else weighed.found

@@ -192,7 +192,7 @@ def passes_over(plan: ChainPlan, block: int) -> int:
 
 def num_computed(case: Repeating) -> Counter[int]:
     """How often a step computes each value of the original graph."""
-    order = schedule(case.unrolled.joint, case.cut)
+    order = schedule(case.unrolled.joint, case.cut, early=False)
     return Counter(case.unrolled.origin[i] for i in (*order.forward, *order.backward))
 
 

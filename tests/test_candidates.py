@@ -24,6 +24,9 @@ class Model:
     limit: int = 0
     searches: int = 0
 
+    def part(self, candidate: int) -> float:
+        return 1 / candidate
+
     def limit_bytes(self, candidate: int) -> int:
         return self.limit
 
@@ -94,6 +97,19 @@ def test_few_candidates_are_searched() -> None:
         weigh([(1, *slice_counts(64))], model)
         searches.append(model.searches)
     assert sum(searches) / len(searches) < 2.5
+
+
+def test_the_step_as_it_is_may_fit_where_few_slices_do_not() -> None:
+    """What slices hold around their loop is not there without one."""
+
+    class Around(Model):
+        def _bytes(self, count: int) -> int:
+            return super()._bytes(count) + (0 if count == 1 else 10**6)
+
+    model = Around(10**6, 10**5, 10**9, 10**8, 10**8, 0.1, limit=10**6)
+    chosen, weighed = weigh([(1, 2, 4, 8)], model)
+    assert chosen == 1
+    assert [entry.verdict for entry in weighed] == ["chosen", *["the budget cannot be met"] * 3]
 
 
 def test_a_step_that_fits_is_left_as_it_is() -> None:

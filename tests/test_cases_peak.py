@@ -107,6 +107,9 @@ def at_budget(traced: torch_private.JointModule, budget_bytes: int | None) -> Me
     module = torch_private.copy_of(traced.module)
     forward, backward = partitioner(module, (), num_fwd_outputs=num_outputs, static_lifetime_input_indices=static)
 
+    repeated = [node.name for node in forward.graph.nodes if node.name.endswith(("_again", "_pass1", "_pass2"))]
+    assert not repeated, "an op of attention draws, so nothing that sweeps up dead code takes it"
+
     @torch.no_grad()  # as AOTAutograd calls them
     def step() -> object:
         results = fx.Interpreter(forward).boxed_run(list(traced.inputs))

@@ -181,7 +181,7 @@ def test_an_op_on_parameters_alone_that_only_backward_reads_stays_in_backward() 
     fastest = solve(graph.problem, fastest_price(graph.problem))
     chosen = choose(graph, None).chosen.cut
     for cut in (smallest, fastest, chosen):
-        order = schedule(graph.joint, cut)
+        order = schedule(graph.joint, cut, early=False)
         assert cosine.index in cut.redo
         assert cosine.index in order.backward
         assert cosine.index not in order.forward

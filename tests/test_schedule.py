@@ -28,7 +28,7 @@ def names(joint: JointGraph, order: tuple[int, ...]) -> list[str]:
 
 def chain_order(*saved: str) -> tuple[list[str], list[str]]:
     joint = chain(3, 4, aten.exp.default)
-    order = schedule(joint, saving(staged(joint).problem, joint, *saved))
+    order = schedule(joint, saving(staged(joint).problem, joint, *saved), early=True)
     return names(joint, order.forward), names(joint, order.backward)
 
 
@@ -53,8 +53,8 @@ def test_a_recomputed_chain_comes_right_before_the_reader_of_its_end() -> None:
 def test_what_only_backward_wants_does_not_run_in_forward() -> None:
     joint = trace(lambda x: x.sin().sum(), torch.ones(4, requires_grad=True)).joint
     graph = staged(joint)
-    recomputed = schedule(joint, saving(graph.problem, joint))
-    saved = schedule(joint, saving(graph.problem, joint, "cos"))
+    recomputed = schedule(joint, saving(graph.problem, joint), early=True)
+    saved = schedule(joint, saving(graph.problem, joint, "cos"), early=True)
 
     assert "cos" not in names(joint, recomputed.forward)
     assert names(joint, recomputed.backward)[:2] == ["expand", "cos"]
@@ -68,7 +68,24 @@ def test_forward_leaves_out_what_nobody_reads() -> None:
     build.call(aten.exp.default, x)
     joint = build.joint([build.call(aten.neg.default, x)], [])
 
-    assert names(joint, schedule(joint, cut_of_saved(staged(joint).problem, frozenset())).forward) == ["neg_default"]
+    assert names(joint, schedule(joint, cut_of_saved(staged(joint).problem, frozenset()), early=True).forward) == [
+        "neg_default"
+    ]
+
+
+def test_what_only_backward_needs_is_computed_where_its_operands_end() -> None:
+    """The slope of an activation, saved instead of what it is made from."""
+    build = JointBuilder()
+    x, tangent = build.primal(4), build.tangent(4)
+    before = build.call(aten.exp.default, x)
+    after = build.call(aten.neg.default, before)
+    out = build.call(aten.abs.default, after)
+    slope = build.call(aten.cos.default, build.call(aten.sin.default, before))
+    joint = build.joint([out], [build.call(aten.mul.Tensor, tangent, slope)])
+    graph = staged(joint)
+
+    order = names(joint, schedule(joint, saving(graph.problem, joint, "cos_default"), early=True).forward)
+    assert order == ["exp_default", "neg_default", "sin_default", "cos_default", "abs_default"]
 
 
 def test_a_change_in_place_runs_in_forward_after_what_reads_the_old_value() -> None:
@@ -78,7 +95,7 @@ def test_a_change_in_place_runs_in_forward_after_what_reads_the_old_value() -> N
     build.call(aten.copy_.default, x, build.call(aten.neg.default, x))
     out = build.call(aten.mul.Tensor, y, scale)
     joint = build.joint([out], [])
-    order = names(joint, schedule(joint, cut_of_saved(staged(joint).problem, frozenset())).forward)
+    order = names(joint, schedule(joint, cut_of_saved(staged(joint).problem, frozenset()), early=True).forward)
 
     assert order == ["exp_default", "neg_default", "copy__default", "mul_tensor"]
 
@@ -90,8 +107,13 @@ def test_a_gradient_that_is_a_forward_value_is_computed_last() -> None:
     joint = build.joint([build.call(aten.neg.default, both)], [build.call(aten.neg.default, tangent), both])
     graph = staged(joint)
 
-    assert names(joint, schedule(joint, saving(graph.problem, joint)).backward) == ["neg_default_1", "exp_default"]
-    assert names(joint, schedule(joint, saving(graph.problem, joint, "exp_default")).backward) == ["neg_default_1"]
+    assert names(joint, schedule(joint, saving(graph.problem, joint), early=True).backward) == [
+        "neg_default_1",
+        "exp_default",
+    ]
+    assert names(joint, schedule(joint, saving(graph.problem, joint, "exp_default"), early=True).backward) == [
+        "neg_default_1"
+    ]
 
 
 # -- for every decision on traced steps -------------------------------------------------------------------------------
@@ -151,7 +173,7 @@ def assert_operands_first(joint: JointGraph, order: tuple[int, ...], there: set[
 def test_operands_precede_their_readers(graph: Staged, cuts: list[Cut]) -> None:
     assert len(cuts) > 20
     for cut in cuts:
-        order = schedule(graph.joint, cut)
+        order = schedule(graph.joint, cut, early=True)
         assert_operands_first(graph.joint, order.forward, there_before(graph.joint, cut, is_backward=False))
         assert_operands_first(graph.joint, order.backward, there_before(graph.joint, cut, is_backward=True))
 
@@ -161,7 +183,7 @@ def test_each_value_runs_once_a_side_and_nothing_is_left_out(graph: Staged, cuts
     backward = {value.index for value in joint.values if value.side is Side.BACKWARD and value.role is Role.NONE}
     effects = {value.index for value in joint.values if value.kind is OpKind.EFFECT}
     for cut in cuts:
-        order = schedule(joint, cut)
+        order = schedule(joint, cut, early=True)
         assert len(set(order.forward)) == len(order.forward)
         assert len(set(order.backward)) == len(order.backward)
         assert set(order.backward) == backward | cut.redo
@@ -172,8 +194,9 @@ def test_each_value_runs_once_a_side_and_nothing_is_left_out(graph: Staged, cuts
 
 def test_forward_keeps_its_order(graph: Staged, cuts: list[Cut]) -> None:
     for cut in cuts:
-        order = schedule(graph.joint, cut)
-        assert list(order.forward) == sorted(order.forward)
+        order = schedule(graph.joint, cut, early=True)
+        own = [index for index in order.forward if graph.joint.values[index].side is Side.FORWARD]
+        assert own == sorted(own)
         backward = [index for index in order.backward if graph.joint.values[index].side is Side.BACKWARD]
         assert backward == sorted(backward)
 
@@ -207,14 +230,14 @@ def assert_as_late_as_possible(joint: JointGraph, cut: Cut, order: Schedule) -> 
 
 def test_recomputed_values_come_right_before_the_first_op_that_needs_them(graph: Staged, cuts: list[Cut]) -> None:
     for cut in cuts:
-        assert_as_late_as_possible(graph.joint, cut, schedule(graph.joint, cut))
+        assert_as_late_as_possible(graph.joint, cut, schedule(graph.joint, cut, early=True))
 
 
 def test_random_numbers_and_changes_in_place_run_in_forward_only(graph: Staged, cuts: list[Cut]) -> None:
     once = {v.index for v in graph.joint.values if v.op.startswith("aten.rand") or v.kind is OpKind.EFFECT}
     assert len(once) == 4  # two dropouts, two buffers
     for cut in cuts:
-        order = schedule(graph.joint, cut)
+        order = schedule(graph.joint, cut, early=True)
         assert once <= set(order.forward)
         assert not once & set(order.backward)
 
@@ -222,6 +245,6 @@ def test_random_numbers_and_changes_in_place_run_in_forward_only(graph: Staged, 
 def test_a_saved_input_is_no_op_of_either_side(graph: Staged, cuts: list[Cut]) -> None:
     inputs = {value.index for value in graph.joint.values if value.kind is OpKind.INPUT}
     for cut in cuts:
-        order = schedule(graph.joint, cut)
+        order = schedule(graph.joint, cut, early=True)
         assert not inputs & {*order.forward, *order.backward}
     assert value_of(graph.joint, "primals_1").index in inputs

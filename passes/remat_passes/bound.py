@@ -30,8 +30,9 @@ computed from ``need`` and ``later``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from .cut import CutProblem, CutValue, coarse_sweep
+from .cut import CutProblem, CutValue, Sweep, coarse_sweep
 from .joint import JointGraph, Role, Side, Value
 from .memory import MemoryModel, Projection
 from .ops import OpKind
@@ -51,14 +52,32 @@ def lower_bound_ps(
         limit_bytes: of the peak.
         replays: of plans; the fullest instant of each is looked at, or the next one where it was already.
     """
-    room = limit_bytes - model.baseline_bytes
-    bounds = [_bound_at(joint, problem, model, index, room) for index in _fullest(joint, model, replays)]
-    return max((bound for bound in bounds if bound is not None), default=None)
+    found = (hull.lower_bound_ps(limit_bytes) for hull in instants(joint, problem, model, replays))
+    return max((bound_ps for bound_ps in found if bound_ps is not None), default=None)
 
 
-def _bound_at(joint: JointGraph, problem: CutProblem, model: MemoryModel, index: int, room: int) -> int | None:
-    instant = _Instant(joint, problem, model, index)
-    return coarse_sweep(instant.problem(), MAX_CUTS).lower_bound_ps(max(0, room - instant.fixed_bytes))
+@dataclass(frozen=True, slots=True)
+class InstantHull:
+    """The hull of the cuts of one instant."""
+
+    fixed_bytes: int  # allocated then in any plan
+    hull: Sweep
+
+    def lower_bound_ps(self, limit_bytes: int) -> int | None:
+        """The least time of all saves and recomputes of any plan within the limit; ``None`` where nothing is known."""
+        return self.hull.lower_bound_ps(max(0, limit_bytes - self.fixed_bytes))
+
+
+def instants(
+    joint: JointGraph, problem: CutProblem, model: MemoryModel, replays: Sequence[Projection]
+) -> list[InstantHull]:
+    """The hulls of the fullest instants of some plans; the arguments are those of ``lower_bound_ps``."""
+    found = []
+    for index in _fullest(joint, model, replays):
+        instant = _Instant(joint, problem, model, index)
+        hull = coarse_sweep(instant.problem(), MAX_CUTS)
+        found.append(InstantHull(model.baseline_bytes + instant.fixed_bytes, hull))
+    return found
 
 
 def _fullest(joint: JointGraph, model: MemoryModel, replays: Sequence[Projection]) -> list[int]:

@@ -5,14 +5,15 @@ pass through memory. A step in fewer slices has to recompute more under the same
 worth only a search for its best cut can tell, so few are searched:
 
 - the plan that spends no time on memory gives a bound: no plan in so many slices is faster, and where it fits, it is
-  the best of them. Whether it fits is monotone in the number of slices: the fewest with which it does are bisected for;
+  the best of them. Its peak is nearly a straight line over the part of the batch that is in a slice, so the fewest
+  slices with which it fits are found by secants;
 - in fewer slices something has to be recomputed, and that is worth a search only where the bound on any plan within
-  the limit is clearly below the best time so far. Where the budget cannot be met, it cannot be met in fewer slices.
+  the limit is clearly below the best time so far. Where the budget cannot be met, it cannot be met in fewer slices;
+- but the step as it is holds nothing around a loop (random draws, what is put together), and is asked on its own.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -25,6 +26,11 @@ WORTH_BUILDING = 0.02
 # The longest slices of two neighbours on the ladder differ by this factor or one sample: 25 candidates for a batch of
 # 1024.
 RUNG = 1.25
+# Guesses by secant before the rest of a ladder is bisected: on a straight line two, and one for the neighbour.
+MAX_SECANTS = 4
+
+TOO_LARGE = "the budget cannot be met"
+TOO_SLOW = "no plan within the budget is clearly faster than the chosen one"
 
 C = TypeVar("C", bound=Hashable)
 Asked = TypeVar("Asked", contravariant=True)
@@ -61,6 +67,9 @@ def slice_counts(batch: int) -> tuple[int, ...]:
 class Outlook(Protocol[Asked]):
     """What can be asked of a candidate, the cheapest question first."""
 
+    def part(self, candidate: Asked) -> float:
+        """The part of the batch that is in one slice."""
+
     def fastest(self, candidate: Asked) -> Found:
         """The plan that spends no time on memory."""
 
@@ -84,7 +93,7 @@ def weigh(ladders: Sequence[Sequence[C]], outlook: Outlook[C]) -> tuple[C | None
         ladders: the candidates, each ladder by rising number of slices; the first of the first is the step as it is.
         outlook: answers for a candidate.
     """
-    weighing = _Weighing(outlook)
+    weighing = _Weighing(outlook, ladders[0][0])
     if not weighing.is_settled_by(ladders[0][0], [c for ladder in ladders for c in ladder][1:]):
         weighing.weigh_ladder(ladders[0])
         for ladder in ladders[1:]:
@@ -115,11 +124,12 @@ def smallest(ladders: Sequence[Sequence[C]], peak_bytes: Callable[[C], int]) -> 
 
 
 class _Weighing(Generic[C]):
-    def __init__(self, outlook: Outlook[C]) -> None:
-        self.outlook = outlook
+    def __init__(self, outlook: Outlook[C], whole: C) -> None:
+        self.outlook, self.whole = outlook, whole
         self.best: tuple[C, Found] | None = None
         self.floor_ps = 0
         self.found: dict[C, Found] = {}
+        self.searched: set[C] = set()
         self.verdicts: dict[C, str] = {}
 
     def weighed(self, candidate: C) -> Weighed[C]:
@@ -145,6 +155,11 @@ class _Weighing(Generic[C]):
             return
         self.weigh_ladder(ladder, stops_at_bound=True)
 
+    def _weigh_whole(self) -> None:
+        """The step as it is. Its bound costs nothing, and what it is worth decides how far down a ladder is walked."""
+        if self.whole not in self.searched and self._promises(self.whole) and not self._search(self.whole):
+            self._say([self.whole], TOO_LARGE)
+
     def weigh_ladder(self, ladder: Sequence[C], *, stops_at_bound: bool = False) -> None:
         """Weigh a ladder from the fewest slices that do without recompute downwards.
 
@@ -152,20 +167,41 @@ class _Weighing(Generic[C]):
             ladder: the candidates, by rising number of slices.
             stops_at_bound: fewer slices promise no more than the first that promises too little.
         """
-        start = bisect.bisect_left(ladder, True, key=self._fits_fastest)
+        start = self._fewest(ladder)
         self._say(ladder[start + 1 :], "more slices than are needed to do without recompute")
         if start < len(ladder):
             self._take(ladder[start], self.outlook.fastest(ladder[start]))
+        self._weigh_whole()
         for position in reversed(range(start)):
-            if ladder[position] in self.found:
+            if ladder[position] in (self.found.keys() | self.searched):
                 continue
             if not self._promises(ladder[position]):
                 ruled_out = ladder[: position + 1] if stops_at_bound else ladder[position : position + 1]
-                self._say(ruled_out, "no plan within the budget is clearly faster than the chosen one")
+                self._say(ruled_out, TOO_SLOW)
                 if stops_at_bound:
                     return
             elif not self._goes_on(ladder, position, can_do_without=start < len(ladder)):
                 return
+
+    def _fewest(self, ladder: Sequence[C]) -> int:
+        """The place on a ladder of the fewest slices that do without recompute; its end where there are none."""
+        too_few, enough = -1, len(ladder)
+        before, excess_before = 0.0, -float(self.outlook.limit_bytes(self.whole))  # of nothing at all
+        candidate: C = self.whole
+        for tries in range(len(ladder) + 1):
+            part, excess = self.outlook.part(candidate), self._excess_bytes(candidate)
+            if candidate in ladder:
+                place = ladder.index(candidate)
+                too_few, enough = (place, enough) if excess > 0 else (too_few, place)
+            if enough - too_few == 1:
+                break
+            place = (too_few + enough) // 2
+            if tries < MAX_SECANTS and excess != excess_before:
+                wanted = part - excess * (part - before) / (excess - excess_before)
+                fits = (i for i, other in enumerate(ladder) if self.outlook.part(other) <= wanted)
+                place = min(max(next(fits, len(ladder)), too_few + 1), enough - 1)
+            before, excess_before, candidate = part, excess, ladder[place]
+        return enough
 
     def _promises(self, candidate: C) -> bool:
         """Whether a plan of it could be clearly faster than the best one."""
@@ -178,7 +214,7 @@ class _Weighing(Generic[C]):
         """Look at one candidate that has to recompute; whether those in fewer slices are worth a look."""
         candidate = ladder[position]
         if self.outlook.bound_ps(candidate) is None or not self._search(candidate):
-            self._say(ladder[: position + 1], "the budget cannot be met")
+            self._say(ladder[: position + 1], TOO_LARGE)
             return False
         if self.best is not None and self.best[0] != candidate and not can_do_without:
             self._say(ladder[:position], "not looked at: in more slices it was slower already")
@@ -186,16 +222,19 @@ class _Weighing(Generic[C]):
         return True
 
     def _say(self, candidates: Sequence[C], verdict: str) -> None:
-        self.verdicts.update(dict.fromkeys(candidates, verdict))
+        for candidate in candidates:
+            if candidate not in self.found:
+                self.verdicts.setdefault(candidate, verdict)
 
-    def _fits_fastest(self, candidate: C) -> bool:
-        return self.outlook.fastest(candidate).peak_bytes <= self.outlook.limit_bytes(candidate)
+    def _excess_bytes(self, candidate: C) -> int:
+        return self.outlook.fastest(candidate).peak_bytes - self.outlook.limit_bytes(candidate)
 
     def _is_worth(self, time_ps: int) -> bool:
         return self.best is None or time_ps < (1 - RESOLUTION) * self.best[1].time_ps
 
     def _search(self, candidate: C) -> bool:
         """Whether there is a plan within the limit."""
+        self.searched.add(candidate)
         found = self.outlook.search(candidate)
         if found is not None:
             self._take(candidate, found)

@@ -19,6 +19,7 @@ from .joint import JointGraph, Side
 from .memory import MemoryModel
 from .narrow import narrow_points
 from .ops import OpKind, reduces_outer
+from .schedule import schedule
 
 # Every narrow point is kept, every second one, and so on: blocks of up to that many at a time are held as one.
 STRIDES = (1, 2, 4, 8)
@@ -292,7 +293,8 @@ def _peaks(
     forward, backward = [0] * len(held_bytes), [0] * len(held_bytes)
     index_of = {value.name: value.index for value in joint.values}
     reached = len(held_bytes) - 1  # once backward has freed something of a run, no later run's share is all there
-    for instant in model.project(cut).timeline:
+    order = schedule(joint, cut, early=False)  # as a later pass over the blocks runs, which is in backward
+    for instant in model.project(cut, order).timeline:
         block = chain.block_of[index_of[instant.name]]
         if block is None and not instant.is_backward:
             continue

@@ -375,7 +375,7 @@ class MemoryModel:
 
     def project(self, cut: Cut, order: Schedule | None = None) -> Projection:
         """Replay the step for a decision."""
-        order = order or schedule(self.joint, cut)
+        order = order or schedule(self.joint, cut, early=not self.fuses)
         values = self.joint.values
         outputs, tangents = self._outputs, self._tangents
         kept = {values[i].base for i in cut.saved} - self.inputs

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,6 @@ from torch._functorch import partitioners
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.utils._ordered_set import OrderedSet
 
-from remat_passes.again import repetition_of
 from remat_passes.cut import Residual
 
 from .graphs import copy_of
@@ -175,9 +175,11 @@ def extract_modules(
     recomputed: frozenset[fx.Node],
     num_fwd_outputs: int,
     static_inputs: Sequence[fx.Node],
+    copies: AbstractSet[str],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward modules that hand over exactly ``saved``; all else that backward needs is in backward.
 
+    ``copies`` are the names of ops that stand for a repetition of another one.
     Random ops that the user marked MUST_RECOMPUTE draw the same numbers again: their generator state is saved.
     """
     sizes = [node for node in saved if partitioners.is_sym_node(node)]
@@ -195,7 +197,7 @@ def extract_modules(
     forward, backward = partitioners._extract_fwd_bwd_modules(joint_module, tensors, **keywords)
     # Extraction copies a random op wherever its operands are, and no sweep of dead code takes one that draws from a
     # generator (Inductor's fallback_random): a repetition in forward, and in backward what nothing reads, goes here.
-    forward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=not repetition_of(node.name)))
+    forward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=node.name not in copies))
     backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     if any(_draws_again(node, recomputed) for node in joint_module.graph.nodes):
         forward, backward = partitioners.functionalize_rng_ops(joint_module, forward, backward, len(sizes))
