@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from remat_passes.joint import JointGraph, Side
-from remat_passes.ops import written_operands
+from remat_passes.ops import OpKind, written_operands
 from remat_passes.schedule import schedule
 from remat_passes.search import Candidate
 
 from . import torch_private
+from .masks import pack_masks
 
 
 def extract(
@@ -47,7 +48,11 @@ def extract(
         _ordered(module, [nodes[i].name for i in side])
         for module, side in ((forward, order.forward), (backward, order.backward))
     )
-    return torch_private.thread_random_state(forward, backward)
+    forward, backward = torch_private.thread_random_state(forward, backward)
+    if fuses and joint.device_type == "cpu":
+        computed = {v.name for v in joint.values if v.kind is OpKind.POINTWISE and v.base == v.index}
+        pack_masks(forward, backward, computed, num_fwd_outputs)
+    return forward, backward
 
 
 def _unrolled_nodes(graph: fx.Graph, joint: JointGraph, num_fwd_outputs: int) -> tuple[fx.Node, ...]:

@@ -20,6 +20,7 @@ from remat_passes.microbatch import Body, Loop, SplitStep, make_body, split_step
 from remat_passes.outer import Called, outer_graph
 
 from . import torch_private
+from .kept import kept
 from .options import AccumulateDtype, Options
 from .step_inputs import StepInputs
 
@@ -113,7 +114,7 @@ def split(
     """
     _check_number(axes, num_microbatches)
     step = split_step(joint, axes, num_microbatches)
-    torch_private.lower_random_at()
+    torch_private.lower_own_ops()
     accumulate = functools.partial(accumulator_dtype, options.accumulate_dtype)
     with torch_private.fake_mode_of(module):
         bodies = {
@@ -173,15 +174,16 @@ def tangents_are_known(joint: JointGraph) -> bool:
     return is_loss and not halves and is_linear_in_tangents(joint)
 
 
-def joined(body: Body, forward: fx.GraphModule, backward: fx.GraphModule) -> fx.GraphModule:
-    """One graph of a body's forward and backward: what forward saves, backward reads at once."""
+def joined(body: Body, forward: fx.GraphModule, backward: fx.GraphModule, *, fuses: bool) -> fx.GraphModule:
+    """One graph of a body's forward and backward: what forward saves, backward reads at once. A compiler that ``fuses``
+    is told what is saved."""
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
     for node in body.module.graph.find_nodes(op="placeholder"):
         env[node.name] = graph.node_copy(node)
     first = _inlined(graph, forward, env, "")
     saved = [node for node in _results(forward)[body.num_forward_outputs :] if isinstance(node, fx.Node)]
-    inner = {**env, **{node.name: first[node] for node in saved}}
+    inner = {**env, **{node.name: _kept(graph, first[node]) if fuses else first[node] for node in saved}}
     second = _inlined(graph, backward, inner, "_redone")
     results = [first[node] for node in _results(forward)[: body.num_forward_outputs]]
     results += [second[node] for node in _results(backward)]
@@ -190,6 +192,14 @@ def joined(body: Body, forward: fx.GraphModule, backward: fx.GraphModule) -> fx.
     module = fx.GraphModule({**_attributes(forward), **_attributes(backward)}, graph)
     module.meta.update(output.meta)
     return module
+
+
+def _kept(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if node.op == "placeholder" or not isinstance(node.meta.get("val"), torch.Tensor):
+        return node
+    saved = graph.call_function(kept._opoverload, (node,))
+    saved.meta = dict(node.meta)
+    return saved
 
 
 def _results(module: fx.GraphModule) -> list[fx.Node]:

@@ -218,7 +218,7 @@ class SplitWay:
                 body.num_forward_outputs,
                 fuses=staged.model.fuses,
             )
-            torch_private.replace_graph(self.outer, name, joined(body, forward, backward))
+            torch_private.replace_graph(self.outer, name, joined(body, forward, backward, fuses=staged.model.fuses))
             planned[name] = PlannedBody(*key, self._count(key), plan, held[name], _operand_bytes(staged))
         joint, main = choice.around.joint, self._main(choice)
         return plan_of_split(

@@ -47,7 +47,7 @@ from .inductor import (
     inductor_mode_options,
     inductor_modes,
     inductor_option_names,
-    lower_random_at,
+    lower_own_ops,
     reuses_saved_values,
 )
 from .joint import JointModule, joint_module_of, traced_step

@@ -44,8 +44,9 @@ def inductor_modes() -> tuple[str, ...]:
 
 
 @functools.cache
-def lower_random_at() -> None:
-    """Tell Inductor how ``remat::random_at`` is computed: as its own random numbers, further on in their sequence."""
+def lower_own_ops() -> None:
+    """Tell Inductor how remat's ops are computed: ``random_at`` as its own random numbers, further on in their
+    sequence, and ``kept`` by writing its operand."""
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import ops
@@ -64,7 +65,12 @@ def lower_random_at() -> None:
         drawn.realize()
         return drawn
 
+    def written(value: Any) -> Any:
+        value.realize()
+        return value
+
     register_lowering(torch.ops.remat.random_at.default)(lowered)
+    register_lowering(torch.ops.remat.kept.default)(written)
 
 
 def reuses_saved_values() -> bool:
