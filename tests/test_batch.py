@@ -430,6 +430,23 @@ def test_parts_of_a_sum_are_not_rounded_one_by_one(rounded: Callable[[Tensor], T
     torch.testing.assert_close(compiled(step)(x)[1], step(x)[1])
 
 
+def test_a_causal_mask_is_compared_inside_of_the_slices() -> None:
+    """Handed in it would be a Boolean in memory, which a CPU reads one element at a time."""
+    layer = nn.Linear(6, 6)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        hidden = layer(x)
+        scores = hidden @ hidden.transpose(1, 2)
+        ahead = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        return F.mse_loss(scores.masked_fill(ahead, -1e9).softmax(-1) @ hidden, y)
+
+    joint = trace(step, torch.randn(8, 5, 6), torch.randn(8, 5, 6)).joint
+    split = split_step(joint, choose_axes(joint, {}, {}, None, 4, tangents_are_known=True), 4)
+    (loop,) = (loop for loop in split.loops if loop is not None)
+    assert not [joint.values[h.value].name for h in loop.handed if joint.values[h.value].dtype is torch.bool]
+    assert torch.bool in {joint.values[h.value].dtype for h in loop.local}
+
+
 def test_no_gradient_of_a_tied_weight_waits_for_the_other() -> None:
     """Else the gradient of the logits is alive until the embedding has its gradient, at the end of backward."""
     embedding, first = nn.Embedding(11, 6), nn.Linear(6, 6)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.microbatch.table import LOOP, share
-from benchmarks.peak.table import COMPILE, REMAT, Point, Record, over_budget, smallest_bytes
+from benchmarks.peak.table import COMPILE, EAGER, REMAT, Point, Record, over_budget, smallest_bytes
 from benchmarks.peak.table import sentences as plan_sentences
 from benchmarks.report import Report, format_mib
 
@@ -32,7 +32,8 @@ CHOICE_TOLERANCE, CHOICE_SHARE = 0.03, 0.9  # what a chosen number may cost, and
 # that. Where no such error is known, gradients were held against one another in float64, whose rounding is far below.
 OFF_SHARE, OFF_ERROR = 10.0, 1e-6
 # The slope of the loss along its own gradient is the gradient's norm. A small GPT with dropout of 0.1 was within 4e-6
-# of that under torch.compile, and 6 % off at activation_memory_budget 0.0, which draws dropout again in backward.
+# of that under torch.compile, and 6 % off at activation_memory_budget 0.0, which draws dropout again in backward. What
+# eager is off, whose gradient is right, is how much the loss bends over that distance (3 % for GPT-2 of transformers).
 OFF_SLOPE = 0.01
 READ_OFF_STEP = 0.01  # budgets closer together than that are not told apart
 
@@ -42,7 +43,8 @@ READ_OFF_STEP = 0.01  # budgets closer together than that are not told apart
 
 def is_off(point: Point, record: Record) -> bool:
     """Whether the point's gradient is not that of the step."""
-    if point.slope_error is not None and point.slope_error > OFF_SLOPE:
+    bend = max((p.slope_error or 0.0 for p in record.family(EAGER) if p.num_slices == 1), default=0.0)
+    if point.slope_error is not None and point.slope_error > OFF_SLOPE + bend:
         return True
     if point.gradient_error is None:
         return False

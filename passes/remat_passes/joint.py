@@ -150,6 +150,18 @@ class JointGraph:
         return frozenset(i for i in read | set(self.backward_outputs) if self.values[i].side is not Side.BACKWARD)
 
     @cached_property
+    def positional(self) -> frozenset[int]:
+        """Integers and Booleans that are computed elementwise from positions and constants alone: causal masks."""
+        elementwise = (OpKind.FACTORY, OpKind.POINTWISE, OpKind.VIEW)
+        found: set[int] = set()
+        for value in self.values:
+            is_exact = value.dtype is not None and not value.dtype.is_floating_point and not value.dtype.is_complex
+            has_source = bool(value.inputs) or value.kind is OpKind.FACTORY
+            if value.kind in elementwise and is_exact and has_source and found.issuperset(value.inputs):
+                found.add(value.index)
+        return frozenset(found)
+
+    @cached_property
     def activations(self) -> frozenset[int]:
         """Forward floating-point values that depend on a parameter and on an input of the step.
 

@@ -160,10 +160,7 @@ class _Demand:
         self.local[level].add(made)
         node = self.joint.nodes[index]
         for operand, use in zip(tensor_operands(node), alignment.operands, strict=True):
-            if use is None:
-                self._hand(self.position[operand], None, level)
-            else:
-                self.pending.append(("local", self.position[operand], use, level))
+            self.pending.append(("local", self.position[operand], use, level))
 
     def _hand(self, index: int, split: Split | None, level: int) -> None:
         self.handed[level].add(Handed(index, split))
@@ -178,15 +175,17 @@ def _handed_order(handed: Handed) -> tuple[int, int, int, int]:
 def made_locally(joint: JointGraph, axes: BatchAxes, made: Handed) -> Alignment | None:
     """How a body makes its part of a value that is the same in every slice; ``None`` where it is handed a slice.
 
-    A mask of the size of the logits is then never there at full size. Numbers that count up (iota) are sliced, which
-    gives each slice its offset.
+    A mask of the size of the logits is then never there at full size, and a causal mask is not there at all: it is
+    compared inside of the kernels that read it. Numbers that count up (iota) are sliced, which gives each slice its
+    offset.
     """
     value, node, state = joint.values[made.value], joint.nodes[made.value], axes.states[made.value]
     simple = value.kind in (OpKind.FACTORY, OpKind.POINTWISE, OpKind.VIEW)
     if state.dependence is not Dependence.SAME or not simple or draws_from_generator(node):
         return None
-    if made.split is None:  # whole: a constant is made where it is needed, and everything else handed in
-        return Alignment((), (None,)) if value.kind is OpKind.FACTORY and not value.inputs else None
+    if made.split is None:  # whole: what is made of positions alone is made where it is needed, all else handed in
+        is_made = (value.kind is OpKind.FACTORY and not value.inputs) or made.value in joint.positional
+        return Alignment((None,) * len(tensor_operands(node)), (None,)) if is_made else None
     if value.kind is OpKind.VIEW and node.target is operator.getitem:
         return None
     if is_counter_random(node):
