@@ -657,15 +657,34 @@ def test_a_plan_whose_code_fits_is_not_made_again(deep: nn.Module, code_is_large
     assert not any("planned again" in note for plan in remat_compiler.plans()[before:] for note in plan.notes)
 
 
+def named_by_refusal(module: nn.Module, budget_bytes: int) -> int:
+    with pytest.raises(Exception, match="cannot be met") as caught:
+        train(module, budget_bytes)
+    named = re.search(r"can be reached is [^(]*\((\d+) bytes\)", str(remat_error(caught.value)))
+    assert named is not None
+    return int(named[1])
+
+
+@pytest.mark.filterwarnings("ignore::remat_passes.errors.RematWarning")
+def test_a_refusal_names_another_plan_where_the_smallest_ones_code_is_larger(
+    deep: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads_as(monkeypatch, lambda predicted_bytes: predicted_bytes)
+    smallest_bytes = named_by_refusal(deep, 1)
+    reads_as(monkeypatch, lambda predicted: 2 * predicted if predicted < 1.1 * smallest_bytes else predicted)
+    named_bytes = named_by_refusal(deep, 1)
+
+    assert 1.1 * smallest_bytes <= named_bytes <= 1.5 * smallest_bytes
+    before = len(remat_compiler.plans())
+    train(deep, named_bytes)
+    assert remat_compiler.plans()[before].projected_peak_bytes <= named_bytes
+
+
 @pytest.mark.filterwarnings("ignore::remat_passes.errors.RematWarning")
 def test_the_peak_that_a_refusal_names_can_be_had(deep: nn.Module, code_is_larger: list[Any]) -> None:
     before = len(remat_compiler.plans())
-    with pytest.raises(Exception, match="cannot be met") as caught:
-        train(deep, 1)
-    named = re.search(r"can be reached is [^(]*\((\d+) bytes\)", str(remat_error(caught.value)))
-    assert named is not None
+    smallest = named_by_refusal(deep, 1)
     assert len(remat_compiler.plans()) == before
-    smallest = int(named[1])
     train(deep, smallest)
     [plan] = remat_compiler.plans()[before:]
 
