@@ -18,10 +18,11 @@ from graphs import JointBuilder, Staged, chain, choose, staged
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from benchmarks.exact import NETWORKS, rows
+from benchmarks.exact import NETWORKS, Row, rows
 from remat_passes.errors import BudgetInfeasibleError, CannotPartitionError
 from remat_passes.joint import JointGraph
 from remat_passes.ops import OpKind
+from remat_passes.schedule import schedule
 from remat_passes.search import Candidate
 
 aten = torch.ops.aten
@@ -237,7 +238,16 @@ def test_the_search_is_near_what_an_exact_solver_proves(name: str) -> None:
         assert row.added_ratio is not None
         assert row.step_ratio <= 1.02, f"{row.planner.cut.time_ps} ps, least {row.exact.bound_ps} ps"
         assert row.added_ratio <= 1.05 or "RMSNorm" not in name
-        assert row.added_ratio >= 1 - 1e-6 or row.planner.unrolled is not None, "the bound is none"
+        is_beyond = row.planner.unrolled is not None or not fits_in_late_order(row)
+        assert row.added_ratio >= 1 - 1e-6 or is_beyond, "the bound is none"
+
+
+def fits_in_late_order(row: Row) -> bool:
+    """Whether the planner's decision is one of those that the program knows, which runs what only backward needs at the
+    end of forward."""
+    assert row.planner is not None
+    joint, cut = row.graph.joint, row.planner.cut
+    return row.graph.model.project(cut, schedule(joint, cut, early=False)).peak_bytes <= row.budget_bytes
 
 
 # -- the integer program ----------------------------------------------------------------------------------------------
