@@ -29,9 +29,14 @@ def pack_masks(
     (output,) = forward.graph.find_nodes(op="output")
     results = list(output.args[0])
     received = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-    for place, mask in enumerate(results[num_fwd_outputs:], num_fwd_outputs):
-        if not _is_mask(mask, computed) or mask in results[:num_fwd_outputs] or mask.name not in received:
-            continue
+    masks = [
+        (place, mask)
+        for place, mask in enumerate(results[num_fwd_outputs:], num_fwd_outputs)
+        if _is_mask(mask, computed) and mask not in results[:num_fwd_outputs] and mask.name in received
+    ]
+    if not masks:
+        return
+    for place, mask in masks:
         with forward.graph.inserting_after(mask):
             number = _converted(forward.graph, mask, torch.float32)
         with forward.graph.inserting_after(number):

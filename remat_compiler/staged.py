@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from remat_passes.bound import InstantHull, instants
+from remat_passes.bound import InstantHull, highest_bound_ps, instants
 from remat_passes.cost import CostGraph, price
 from remat_passes.cut import CutProblem, Sweep, coarse_sweep
 from remat_passes.device import DeviceSpec
@@ -120,8 +120,7 @@ class Staged:
         bound_ps = self.saving_bound_ps(limit_bytes)
         if bound_ps is None:
             return None
-        found = (hull.lower_bound_ps(limit_bytes) for hull in self.fullest)
-        return max(bound_ps, *(self.costs.fixed_ps + at_ps for at_ps in found if at_ps is not None), 0)
+        return max(bound_ps, self.costs.fixed_ps + (highest_bound_ps(self.fullest, limit_bytes) or 0))
 
     def time_ps(self, candidate: Candidate) -> int:
         """The time of the whole graph."""

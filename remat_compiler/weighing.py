@@ -15,7 +15,7 @@ from remat_passes.candidates import Found, Weighed, slice_counts, smallest, weig
 from remat_passes.cost import PS_PER_US
 from remat_passes.errors import BudgetInfeasibleError
 from remat_passes.plan import FrontierPoint, StepCandidate
-from remat_passes.search import Choice, refusal
+from remat_passes.search import Candidate, Choice, refusal
 
 from .split_choice import SplitChoice, SplitWay
 from .staged import Staged
@@ -123,15 +123,10 @@ class Weighing:
     def _staged(self, way: Way) -> Staged | SplitWay:
         return self.full if way == UNSPLIT else self.split_way(way)
 
-    @property
-    def _whole_smallest_bytes(self) -> int:
-        return self.full.smallest.projection.peak_bytes
-
     def _smallest_bytes(self, way: Way) -> int:
         known = self.answers.smallest_bytes
         if way not in known:
-            is_whole = way == UNSPLIT
-            known[way] = self._whole_smallest_bytes if is_whole else self.split_way(way).smallest.peak_bytes
+            known[way] = self._found(self._staged(way).smallest).peak_bytes
         return known[way]
 
     def refusal(self, budget_bytes: int) -> BudgetInfeasibleError:
@@ -151,9 +146,7 @@ class Weighing:
         """The plan that spends no time on memory."""
         known = self.answers.fastest
         if way not in known:
-            whole = self.full.fastest
-            whole_found = Found(self.full.time_ps(whole), whole.projection.peak_bytes)
-            known[way] = whole_found if way == UNSPLIT else self._found(self.split_way(way).fastest)
+            known[way] = self._found(self._staged(way).fastest)
         return known[way]
 
     def bound_ps(self, way: Way) -> int | None:
@@ -161,8 +154,7 @@ class Weighing:
         limit_bytes = self._limit(way)
         known = self.answers.bounds_ps
         if (way, limit_bytes) not in known:
-            asked = self.full if way == UNSPLIT else self.split_way(way)
-            known[way, limit_bytes] = asked.bound_ps(limit_bytes)
+            known[way, limit_bytes] = self._staged(way).bound_ps(limit_bytes)
         return known[way, limit_bytes]
 
     def rough_bound_ps(self, way: Way) -> int:
@@ -206,10 +198,11 @@ class Weighing:
             verdict="chosen" if is_chosen else weighed.verdict,
         )
 
-    def _found(self, choice: Choice | SplitChoice) -> Found:
-        if isinstance(choice, SplitChoice):
-            return Found(choice.time_ps, choice.peak_bytes)
-        return Found(self.full.time_ps(choice.chosen), choice.chosen.projection.peak_bytes)
+    def _found(self, decision: Candidate | Choice | SplitChoice) -> Found:
+        if isinstance(decision, SplitChoice):
+            return Found(decision.time_ps, decision.peak_bytes)
+        candidate = decision.chosen if isinstance(decision, Choice) else decision
+        return Found(self.full.time_ps(candidate), candidate.projection.peak_bytes)
 
     def _points(self, way: Way) -> list[FrontierPoint]:
         choice = self._choices.get(way)

@@ -52,8 +52,7 @@ def lower_bound_ps(
         limit_bytes: of the peak.
         replays: of plans; the fullest instant of each is looked at, or the next one where it was already.
     """
-    found = (hull.lower_bound_ps(limit_bytes) for hull in instants(joint, problem, model, replays))
-    return max((bound_ps for bound_ps in found if bound_ps is not None), default=None)
+    return highest_bound_ps(instants(joint, problem, model, replays), limit_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,12 @@ class InstantHull:
     def lower_bound_ps(self, limit_bytes: int) -> int | None:
         """The least time of all saves and recomputes of any plan within the limit; ``None`` where nothing is known."""
         return self.hull.lower_bound_ps(max(0, limit_bytes - self.fixed_bytes))
+
+
+def highest_bound_ps(hulls: Sequence[InstantHull], limit_bytes: int) -> int | None:
+    """The highest of what several instants say; ``None`` where nothing is known."""
+    found = (hull.lower_bound_ps(limit_bytes) for hull in hulls)
+    return max((bound_ps for bound_ps in found if bound_ps is not None), default=None)
 
 
 def instants(

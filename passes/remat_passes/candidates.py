@@ -173,7 +173,7 @@ class _Weighing(Generic[C]):
             self._take(ladder[start], self.outlook.fastest(ladder[start]))
         self._weigh_whole()
         for position in reversed(range(start)):
-            if ladder[position] in (self.found.keys() | self.searched):
+            if ladder[position] in self.found or ladder[position] in self.searched:
                 continue
             if not self._promises(ladder[position]):
                 ruled_out = ladder[: position + 1] if stops_at_bound else ladder[position : position + 1]

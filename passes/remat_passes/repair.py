@@ -265,7 +265,7 @@ class _Walk:
 
     def _recomputed_at(self, cut: Cut) -> dict[int, int]:
         """When each recomputed value is computed."""
-        order = schedule(self.joint, cut, early=not self.model.fuses).backward
+        order = schedule(self.joint, cut, early=False).backward  # which does not depend on it
         return dict(zip(reversed(order), self._times([(index, True) for index in order]), strict=True))
 
     def _times(self, ops: list[tuple[int, bool]]) -> Iterator[int]:
