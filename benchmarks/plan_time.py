@@ -27,7 +27,7 @@ from remat_passes.joint import capture
 from remat_passes.legality import classify
 from remat_passes.memory import MemoryModel
 from remat_passes.schedule import schedule
-from remat_passes.search import cut_problem, inductor_candidate, search
+from remat_passes.search import Search, cut_problem, inductor_candidate
 
 BLOCKS = (16, 32, 64, 96)
 RATIOS = (1.0, 0.5)  # torch's ``activation_memory_budget``
@@ -82,7 +82,7 @@ class Timing(torch_private.CustomPartitionerFn):
         names = self._timed("yardstick", lambda: torch_private.inductor_saved_names(gm, num_fwd_outputs, static))
         inductor = self._timed("candidate", lambda: inductor_candidate(joint, problem, model, names))
         budget = round(BUDGET * inductor.projection.peak_bytes)
-        choice = self._timed("search", lambda: search(joint, problem, model, inductor, budget, costs.fixed_ps))
+        choice = self._timed("search", lambda: Search(joint, problem, model, inductor, costs.fixed_ps).choose(budget))
         unrolled = choice.chosen.unrolled
         graph = joint if unrolled is None else unrolled.joint
         self._timed("schedule", lambda: schedule(graph, choice.chosen.cut))

@@ -25,12 +25,9 @@ from remat_passes.planner import Setting, frontier, frontier_point, write_plan
 from remat_passes.search import (
     Candidate,
     Choice,
+    Search,
     cut_problem,
-    fastest_candidate,
     inductor_candidate,
-    search,
-    search_within,
-    smallest_candidate,
 )
 
 from . import torch_private
@@ -54,23 +51,27 @@ class Staged:
     times: KernelTimes
     inductor: Candidate
 
+    @cached_property
+    def searching(self) -> Search:
+        """The search of this graph, for whatever limits are asked."""
+        return Search(self.joint, self.problem, self.model, self.inductor, self.costs.fixed_ps)
+
     def search(self, budget_bytes: int | None, limit_bytes: int | None) -> Choice:
         """The decision.
 
         Raises:
             BudgetInfeasibleError: there is none within the budget.
         """
-        fixed_ps = self.costs.fixed_ps
-        return search(self.joint, self.problem, self.model, self.inductor, budget_bytes, fixed_ps, limit_bytes)
+        return self.searching.choose(budget_bytes, limit_bytes)
 
     def search_within(self, limit_bytes: int) -> Choice | None:
         """The decision within so many bytes, where there is one."""
-        return search_within(self.joint, self.problem, self.model, self.inductor, limit_bytes, self.costs.fixed_ps)
+        return self.searching.within(limit_bytes)
 
-    @cached_property
+    @property
     def smallest(self) -> Candidate:
         """The decision with the lowest peak."""
-        return smallest_candidate(self.joint, self.problem, self.model, self.inductor, self.costs.fixed_ps)
+        return self.searching.smallest
 
     def in_least_memory(self) -> Choice:
         """The fastest decision of those with the lowest peak."""
@@ -78,10 +79,10 @@ class Staged:
         assert found is not None, "the smallest decision fits into what it needs"
         return found
 
-    @cached_property
+    @property
     def fastest(self) -> Candidate:
         """The decision that spends no time on memory."""
-        return fastest_candidate(self.problem, self.model)
+        return self.searching.fastest
 
     @cached_property
     def hull(self) -> Sweep:

@@ -3,9 +3,9 @@
 The memory model predicts Inductor, and a prediction can be off by a buffer. The code that Inductor has written cannot
 be (readback.py). A plan that turns out too large is planned again, under a limit that is lower by what it is too large.
 One that turns out smaller than predicted is planned again under a limit that is higher by the difference, but only
-where the first search has already seen a faster plan that would then fit. No budget is refused before the smallest plan
-was compiled, and where its code takes more than predicted, some that recompute less: their code may take less. No plan
-is returned whose code allocates more than the budget.
+where the first search has already seen a clearly faster plan that would then fit. No budget is refused before the
+smallest plan was compiled, and where its code takes more than predicted, some that recompute less: their code may take
+less. No plan is returned whose code allocates more than the budget.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 
+from remat_passes.candidates import RESOLUTION
 from remat_passes.device import DeviceSpec
 from remat_passes.errors import BudgetInfeasibleError
 from remat_passes.plan import RematPlan
@@ -160,7 +161,8 @@ def _next_limit_bytes(plan: RematPlan, tried: Sequence[_Trial]) -> int:
         return max(0, min(plan.predicted_peak_bytes - excess_bytes, plan.predicted_peak_bytes - 1))
     too_large = [t.plan.predicted_peak_bytes - 1 for t in tried if t.plan is not None and t.excess_bytes > 0]
     limit_bytes = min(limit_bytes, plan.inductor_peak_bytes, *too_large)  # never more than plain Inductor needs
-    faster = (point for point in plan.own_frontier if point.step_us < plan.step_us)
+    worth_us = (1 - RESOLUTION) * plan.step_us
+    faster = (point for point in plan.own_frontier if point.step_us < worth_us)
     fits_now = any(plan.predicted_peak_bytes < point.peak_bytes <= limit_bytes for point in faster)
     return limit_bytes if fits_now else 0
 

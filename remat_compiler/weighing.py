@@ -163,7 +163,18 @@ class Weighing:
         baseline = self.full.model.baseline_bytes
         room = way.num_slices * max(0, self.limit_bytes(way) - baseline)
         bound_ps = self.full.saving_bound_ps(baseline + room) if way.part == "step" else None
-        return bound_ps or self.full.time_ps(self.full.fastest)
+        return (bound_ps or self.full.time_ps(self.full.fastest)) + self._slicing_ps(way)
+
+    def _slicing_ps(self, way: Way) -> int:
+        """What slices cost by themselves, from those in fewer and in more that were looked at. It rises with their
+        number, and less than in proportion: a loop costs something, however often it runs."""
+        own_ps = {UNSPLIT.num_slices: self.full.time_ps(self.full.fastest)}
+        own_ps |= {w.num_slices: found.time_ps for w, found in self.answers.fastest.items() if w.part == way.part}
+        fewer = max(n for n in own_ps if n <= way.num_slices)
+        more = min((n for n in own_ps if n > way.num_slices), default=fewer)
+        part = (way.num_slices - fewer) / (more - fewer) if more > fewer else 0
+        cost_ps = own_ps[fewer] + part * max(0, own_ps[more] - own_ps[fewer])
+        return max(0, round(cost_ps) - own_ps[UNSPLIT.num_slices])
 
     def search(self, way: Way) -> Found | None:
         """The fastest plan within the limit, where there is one."""

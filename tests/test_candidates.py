@@ -106,10 +106,34 @@ def test_the_step_as_it_is_may_fit_where_few_slices_do_not() -> None:
         def _bytes(self, count: int) -> int:
             return super()._bytes(count) + (0 if count == 1 else 10**6)
 
-    model = Around(10**6, 10**5, 10**9, 10**8, 10**8, 0.1, limit=10**6)
+    model = Around(10**6, 10**5, 10**9, 10**5, 10**8, 0.1, limit=10**6)
     chosen, weighed = weigh([(1, 2, 4, 8)], model)
     assert chosen == 1
     assert [entry.verdict for entry in weighed] == ["chosen", *["the budget cannot be met"] * 3]
+
+
+def test_a_second_ladder_ends_where_its_slices_are_too_slow_whatever_they_need() -> None:
+    """More slices take longer still, and fewer hold more: none of either is asked for its plan without recompute."""
+    asked: list[int] = []
+
+    class Rows(Model):
+        """Below 100 slices of the step, from there on slices of its tail, which hold the rest of the step as it is."""
+
+        def part(self, candidate: int) -> float:
+            return 1 / (candidate % 100)
+
+        def fastest(self, candidate: int) -> Found:
+            asked.append(candidate)
+            count = candidate % 100
+            return Found(self.work_ps + self.overhead_ps * (count - 1), self._bytes(count if candidate < 100 else 1))
+
+    model = Rows(10**6, 10**5, 10**9, 3 * 10**7, 10**8, 0.9, limit=6 * 10**5)
+    chosen, weighed = weigh([(1, 2, 4, 8), (102, 104, 108, 116)], model)
+    assert chosen == 2
+    assert len({candidate for candidate in asked if candidate > 100}) == 1
+    assert {entry.verdict for entry in weighed[4:]} == {
+        "no plan within the budget is clearly faster than the chosen one"
+    }
 
 
 def test_a_step_that_fits_is_left_as_it_is() -> None:

@@ -167,9 +167,10 @@ class _Weighing(Generic[C]):
             ladder: the candidates, by rising number of slices.
             stops_at_bound: fewer slices promise no more than the first that promises too little.
         """
-        start = self._fewest(ladder)
-        self._say(ladder[start + 1 :], "more slices than are needed to do without recompute")
-        if start < len(ladder):
+        start, end = self._fewest(ladder)
+        self._say(ladder[end:], TOO_SLOW)
+        self._say(ladder[start + 1 : end], "more slices than are needed to do without recompute")
+        if start < end:
             self._take(ladder[start], self.outlook.fastest(ladder[start]))
         self._weigh_whole()
         for position in reversed(range(start)):
@@ -183,8 +184,9 @@ class _Weighing(Generic[C]):
             elif not self._goes_on(ladder, position, can_do_without=start < len(ladder)):
                 return
 
-    def _fewest(self, ladder: Sequence[C]) -> int:
-        """The place on a ladder of the fewest slices that do without recompute; its end where there are none."""
+    def _fewest(self, ladder: Sequence[C]) -> tuple[int, int]:
+        """The place on a ladder of the fewest slices that do without recompute, and where those end that are worth a
+        look, as more slices take longer; twice the same where none do without."""
         too_few, enough = -1, len(ladder)
         before, excess_before = 0.0, -float(self.outlook.limit_bytes(self.whole))  # of nothing at all
         candidate: C = self.whole
@@ -192,6 +194,8 @@ class _Weighing(Generic[C]):
             part, excess = self.outlook.part(candidate), self._excess_bytes(candidate)
             if candidate in ladder:
                 place = ladder.index(candidate)
+                if excess > 0 and not self._is_worth(self.outlook.fastest(candidate).time_ps):
+                    return place, place
                 too_few, enough = (place, enough) if excess > 0 else (too_few, place)
             if enough - too_few == 1:
                 break
@@ -201,7 +205,7 @@ class _Weighing(Generic[C]):
                 fits = (i for i, other in enumerate(ladder) if self.outlook.part(other) <= wanted)
                 place = min(max(next(fits, len(ladder)), too_few + 1), enough - 1)
             before, excess_before, candidate = part, excess, ladder[place]
-        return enough
+        return enough, len(ladder)
 
     def _promises(self, candidate: C) -> bool:
         """Whether a plan of it could be clearly faster than the best one."""

@@ -8,8 +8,9 @@ only take a slower candidate with a lower peak: the peak never rises when the bu
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from .again import Unrolled, unroll
 from .bound import lower_bound_ps
@@ -101,163 +102,170 @@ def cut_problem(joint: JointGraph, permissions: Sequence[Permission], costs: Cos
     )
 
 
-def search(
-    joint: JointGraph,
-    problem: CutProblem,
-    model: MemoryModel,
-    inductor: Candidate,
-    budget_bytes: int | None,
-    fixed_ps: int,
-    limit_bytes: int | None = None,
-) -> Choice:
-    """Choose a decision for one graph whose undecided part takes ``fixed_ps``.
+@dataclass(frozen=True)
+class Search:
+    """The search of one graph. What does not depend on the budget is found once, for all the limits that are asked.
 
     Args:
         joint: the graph.
         problem: its prices and permissions.
         model: replays decisions.
         inductor: plain Inductor's own decision.
-        budget_bytes: what the user gave, if anything.
         fixed_ps: the part of the step's time that no decision changes.
-        limit_bytes: the highest projected peak to accept, where it is not to be worked out from the budget.
-
-    Raises:
-        BudgetInfeasibleError: no candidate's projected peak is within the budget.
-        CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
     """
-    found = _searched(joint, problem, model, inductor, budget_bytes, fixed_ps, limit_bytes)
-    if isinstance(found, Choice):
-        return found
-    assert budget_bytes is not None
-    smallest = found.smallest().projection
-    raise refusal(budget_bytes, smallest.peak_bytes, smallest.peak_values, model.gradient_bytes)
 
+    joint: JointGraph
+    problem: CutProblem
+    model: MemoryModel
+    inductor: Candidate
+    fixed_ps: int
 
-def search_within(
-    joint: JointGraph, problem: CutProblem, model: MemoryModel, inductor: Candidate, limit_bytes: int, fixed_ps: int
-) -> Choice | None:
-    """The fastest decision whose projected peak is at most ``limit_bytes``; ``None`` where there is none.
+    def choose(self, budget_bytes: int | None, limit_bytes: int | None = None) -> Choice:
+        """The fastest decision within a budget; without one, the fastest that is no higher than need be.
 
-    Raises:
-        CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
-    """
-    found = _searched(joint, problem, model, inductor, limit_bytes, fixed_ps, limit_bytes)
-    return found if isinstance(found, Choice) else None
+        Args:
+            budget_bytes: what the user gave, if anything.
+            limit_bytes: the highest projected peak to accept, where it is not to be worked out from the budget.
 
+        Raises:
+            BudgetInfeasibleError: no candidate's projected peak is within the budget.
+            CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
+        """
+        found = self._searched(budget_bytes, limit_bytes)
+        if isinstance(found, Choice):
+            return found
+        assert budget_bytes is not None
+        smallest = found.smallest().projection
+        raise refusal(budget_bytes, smallest.peak_bytes, smallest.peak_values, self.model.gradient_bytes)
 
-def _searched(
-    joint: JointGraph,
-    problem: CutProblem,
-    model: MemoryModel,
-    inductor: Candidate,
-    budget_bytes: int | None,
-    fixed_ps: int,
-    limit_bytes: int | None,
-) -> Choice | _Considered:
-    """The choice, or all that was considered where none of it is within the budget."""
-    limit = _limit_bytes(inductor, budget_bytes) if limit_bytes is None else limit_bytes
-    settled = without_dead_ends(problem)
-    points = boundaries(joint, settled)
-    main = coarse_sweep(problem, MAX_CUTS_BESIDE if points else MAX_CUTS)  # says first what is not legal at all
-    plans = _ChainPlans(joint, settled, model, points) if points else None
-    considered = _Considered(model, limit, _inductors_own(problem, model, inductor))
-    considered.add(plans.within(limit) if plans is not None else [])
-    if len(joint.values) <= MOST_VALUES_DRAWN:
-        considered.add([Candidate(cut, model.project(cut)) for cut in main.vertices])
-    else:
-        considered.add_lazily(main.vertices)
-    between_vertices = _between_all(problem, main, MAX_LEAP if plans is None else 0)
-    considered.add_lazily(between_vertices)
-    fastest = Candidate(main.vertices[0], model.project(main.vertices[0]))
-    if fastest.projection.peak_bytes > limit:  # else no plan is faster
-        margin_ps = round(REPAIR_MARGIN * (fixed_ps + fastest.cut.time_ps))
-        considered.add(_repaired(joint, settled, model, main, fastest, plans, margin_ps))
-    chosen = considered.best()
-    if budget_bytes is not None and len(decidable(problem)) <= MAX_DECIDABLE:
-        better = best_cut(problem, model, limit, chosen.cut if chosen is not None else None)
-        considered.add([Candidate(better, model.project(better))] if better is not None else [])
+    def within(self, limit_bytes: int) -> Choice | None:
+        """The fastest decision whose projected peak is at most ``limit_bytes``; ``None`` where there is none.
+
+        Raises:
+            CannotPartitionError: backward needs a value that can be neither saved nor recomputed.
+        """
+        found = self._searched(limit_bytes, limit_bytes)
+        return found if isinstance(found, Choice) else None
+
+    @cached_property
+    def fastest(self) -> Candidate:
+        """The decision that no other is faster than, whatever it needs."""
+        return self._projected(solve(self.problem, fastest_price(self.problem)))
+
+    @cached_property
+    def smallest(self) -> Candidate:
+        """The decision with the lowest peak that the search knows."""
+        found = self._searched(0, 0)
+        return found.chosen if isinstance(found, Choice) else found.smallest()
+
+    def _searched(self, budget_bytes: int | None, limit_bytes: int | None) -> Choice | _Considered:
+        """The choice, or all that was considered where none of it is within the budget."""
+        limit = _limit_bytes(self.inductor, budget_bytes) if limit_bytes is None else limit_bytes
+        main, plans = self._hull, self._plans
+        considered = _Considered(self.model, limit, self._projected, list(self._inductors_own))
+        considered.add(plans.within(limit) if plans is not None else [])
+        if len(self.joint.values) <= MOST_VALUES_DRAWN:
+            considered.add([self._projected(cut) for cut in main.vertices])
+        else:
+            considered.add_lazily(main.vertices)
+        considered.add_lazily(self._between)
+        if self._projected(main.vertices[0]).projection.peak_bytes > limit:  # else no plan is faster
+            considered.add(self._repaired)
         chosen = considered.best()
-    if chosen is not None and budget_bytes is None:
-        deadline_ps = chosen.cut.time_ps + _resolution_ps(chosen, fixed_ps)
-        considered.add(plans.fast(deadline_ps) if plans is not None else [])
-        chosen = considered.smallest_within(deadline_ps, between_vertices)
-    if chosen is None:
-        considered.add(plans.smallest() if plans is not None else [])
-        chosen = considered.best()
-    if chosen is None:
-        if budget_bytes is not None:
-            return considered
-        chosen = considered.smallest()
-    return Choice(
-        chosen, inductor, considered.frontier(), _bound_ps(joint, problem, model, main, limit, chosen, fastest)
-    )
+        if budget_bytes is not None and len(decidable(self.problem)) <= MAX_DECIDABLE:
+            better = best_cut(self.problem, self.model, limit, chosen.cut if chosen is not None else None)
+            considered.add([self._projected(better)] if better is not None else [])
+            chosen = considered.best()
+        if chosen is not None and budget_bytes is None:
+            deadline_ps = chosen.cut.time_ps + _resolution_ps(chosen, self.fixed_ps)
+            considered.add(plans.fast(deadline_ps) if plans is not None else [])
+            chosen = considered.smallest_within(deadline_ps, self._between)
+        if chosen is None:
+            considered.add(plans.smallest() if plans is not None else [])
+            chosen = considered.best()
+        if chosen is None:
+            if budget_bytes is not None:
+                return considered
+            chosen = considered.smallest()
+        return Choice(chosen, self.inductor, considered.frontier(), self._bound_ps(limit, chosen))
 
+    # -- what does not depend on the limit
 
-def fastest_candidate(problem: CutProblem, model: MemoryModel) -> Candidate:
-    """The decision that no other is faster than, whatever it needs."""
-    cut = solve(problem, fastest_price(problem))
-    return Candidate(cut, model.project(cut))
+    @cached_property
+    def _known(self) -> dict[Cut, Candidate]:
+        return {}
 
+    def _projected(self, cut: Cut) -> Candidate:
+        """The decision with its replay, which is made once."""
+        if cut not in self._known:
+            self._known[cut] = Candidate(cut, self.model.project(cut))
+        return self._known[cut]
 
-def smallest_candidate(
-    joint: JointGraph, problem: CutProblem, model: MemoryModel, inductor: Candidate, fixed_ps: int
-) -> Candidate:
-    """The decision with the lowest peak that the search knows."""
-    found = _searched(joint, problem, model, inductor, 0, fixed_ps, 0)
-    return found.chosen if isinstance(found, Choice) else found.smallest()
+    @cached_property
+    def _settled(self) -> CutProblem:
+        return without_dead_ends(self.problem)
 
+    @cached_property
+    def _points(self) -> Sequence[int]:
+        return boundaries(self.joint, self._settled)
 
-def _repaired(
-    joint: JointGraph,
-    problem: CutProblem,
-    model: MemoryModel,
-    main: Sweep,
-    fastest: Candidate,
-    plans: _ChainPlans | None,
-    margin_ps: int,
-) -> list[Candidate]:
-    """The plans of repair.py, from the chain's where those are clearly faster; none where the chain's are within the
-    margin of the hull's bound at most limits of the ladder."""
-    top_bytes = fastest.projection.peak_bytes
+    @cached_property
+    def _hull(self) -> Sweep:
+        """The hull of the cut; says what is not legal at all."""
+        return coarse_sweep(self.problem, MAX_CUTS_BESIDE if self._points else MAX_CUTS)
 
-    def is_beaten(limit_bytes: int, time_ps: int) -> bool:
-        return plans is not None and plans.expected_ps(limit_bytes) + margin_ps < time_ps
+    @cached_property
+    def _plans(self) -> _ChainPlans | None:
+        assert self._hull, "what is not legal is said first"
+        return _ChainPlans(self.joint, self._settled, self.model, self._points) if self._points else None
 
-    def is_loose(limit_bytes: int) -> bool:
-        bound_ps = main.lower_bound_ps(limit_bytes - model.baseline_bytes)
-        return plans is None or (bound_ps is not None and plans.expected_ps(limit_bytes) > bound_ps + margin_ps)
+    @cached_property
+    def _between(self) -> list[Cut]:
+        return _between_all(self.problem, self._hull, MAX_LEAP if self._plans is None else 0)
 
-    limits = ladder(top_bytes, model.baseline_bytes)
-    if 2 * sum(is_loose(limit_bytes) for limit_bytes in limits) < len(limits):
-        return []
-    other = plans.held_once_within if plans is not None else _no_other
-    found = repaired(joint, problem, model, fastest.cut, top_bytes, is_beaten, other)
-    return [Candidate(plan.cut, plan.projection) for plan in found]
+    @cached_property
+    def _inductors_own(self) -> list[Candidate]:
+        return _inductors_own(self.problem, self.model, self.inductor)
+
+    @cached_property
+    def _repaired(self) -> list[Candidate]:
+        """The plans of repair.py, from the chain's where those are clearly faster; none where the chain's are within
+        the margin of the hull's bound at most limits of the ladder."""
+        plans, fastest = self._plans, self._projected(self._hull.vertices[0])
+        top_bytes = fastest.projection.peak_bytes
+        margin_ps = round(REPAIR_MARGIN * (self.fixed_ps + fastest.cut.time_ps))
+
+        def is_beaten(limit_bytes: int, time_ps: int) -> bool:
+            return plans is not None and plans.expected_ps(limit_bytes) + margin_ps < time_ps
+
+        def is_loose(limit_bytes: int) -> bool:
+            bound_ps = self._hull.lower_bound_ps(limit_bytes - self.model.baseline_bytes)
+            return plans is None or (bound_ps is not None and plans.expected_ps(limit_bytes) > bound_ps + margin_ps)
+
+        limits = ladder(top_bytes, self.model.baseline_bytes)
+        if 2 * sum(is_loose(limit_bytes) for limit_bytes in limits) < len(limits):
+            return []
+        other = plans.held_once_within if plans is not None else _no_other
+        found = repaired(self.joint, self._settled, self.model, fastest.cut, top_bytes, is_beaten, other)
+        return [Candidate(plan.cut, plan.projection) for plan in found]
+
+    def _bound_ps(self, limit_bytes: int, chosen: Candidate) -> int:
+        """The least time of any plan within the limit; that of the chosen one where nothing better is known."""
+        replays = [chosen.projection, self._projected(self._hull.vertices[0]).projection]
+        if len(self.joint.values) <= MOST_VALUES_DRAWN:
+            replays += [chosen.projection] * MORE_INSTANTS
+        room = max(0, limit_bytes - self.model.baseline_bytes)
+        bounds = (
+            self._hull.lower_bound_ps(room),  # all that is saved is alive between the sides
+            lower_bound_ps(self.joint, self.problem, self.model, limit_bytes, replays),
+        )
+        own_ps = chosen.cut.time_ps
+        return min(own_ps, max((bound for bound in bounds if bound is not None), default=own_ps))
 
 
 def _no_other(_limit_bytes: int) -> Cut | None:
     """The plan of a chain that is none."""
     return None
-
-
-def _bound_ps(
-    joint: JointGraph,
-    problem: CutProblem,
-    model: MemoryModel,
-    main: Sweep,
-    limit_bytes: int,
-    chosen: Candidate,
-    fastest: Candidate,
-) -> int:
-    """The least time of any plan within the limit; that of the chosen one where nothing better is known."""
-    replays = [chosen.projection, fastest.projection]
-    if len(joint.values) <= MOST_VALUES_DRAWN:
-        replays += [chosen.projection] * MORE_INSTANTS
-    bounds = (
-        main.lower_bound_ps(max(0, limit_bytes - model.baseline_bytes)),  # all that is saved is alive between the sides
-        lower_bound_ps(joint, problem, model, limit_bytes, replays),
-    )
-    return min(chosen.cut.time_ps, max((bound for bound in bounds if bound is not None), default=chosen.cut.time_ps))
 
 
 def _inductors_own(problem: CutProblem, model: MemoryModel, inductor: Candidate) -> list[Candidate]:
@@ -293,8 +301,10 @@ def _resolution_ps(candidate: Candidate, fixed_ps: int) -> int:
 class _Considered:
     """The candidates seen so far, each projected at most once and only when it could win."""
 
-    def __init__(self, model: MemoryModel, limit_bytes: int, projected: list[Candidate]) -> None:
-        self.model, self.limit_bytes, self.projected = model, limit_bytes, projected
+    def __init__(
+        self, model: MemoryModel, limit_bytes: int, project: Callable[[Cut], Candidate], projected: list[Candidate]
+    ) -> None:
+        self.model, self.limit_bytes, self.project, self.projected = model, limit_bytes, project, projected
         self.unprojected: list[Cut] = []
 
     def add(self, candidates: list[Candidate]) -> None:
@@ -311,7 +321,7 @@ class _Considered:
             if self.model.baseline_bytes + cut.saved_bytes > self.limit_bytes:
                 self.unprojected.append(cut)  # what is saved alone is more than the limit
                 continue
-            self.projected.append(Candidate(cut, self.model.project(cut)))
+            self.projected.append(self.project(cut))
             if self.projected[-1].projection.peak_bytes <= self.limit_bytes:
                 self.unprojected.extend(fastest_first[position + 1 :])
                 return
@@ -328,7 +338,7 @@ class _Considered:
         for cut in sorted(cuts, key=lambda cut: cut.saved_bytes):
             floor_bytes = self.model.baseline_bytes + cut.saved_bytes
             if cut.time_ps <= deadline_ps and (lowest is None or floor_bytes < lowest.projection.peak_bytes):
-                self.projected.append(Candidate(cut, self.model.project(cut)))
+                self.projected.append(self.project(cut))
                 lowest = self._lowest([self.projected[-1], *([lowest] if lowest else [])])
         return lowest
 
@@ -338,7 +348,7 @@ class _Considered:
 
     def smallest(self) -> Candidate:
         """The candidate with the lowest peak of all."""
-        self.projected.extend(Candidate(cut, self.model.project(cut)) for cut in self.unprojected)
+        self.projected.extend(map(self.project, self.unprojected))
         self.unprojected.clear()
         return min(self.projected, key=lambda c: (c.projection.peak_bytes, c.cut.time_ps))
 
@@ -360,21 +370,24 @@ class _ChainPlans:
         self.chain = Chain(self.held.blocks, MEMORY_STEPS, -(-self.held.largest_bytes // MEMORY_STEPS) or 1)
         self.units = self.chain.breakpoints()
         self.known: dict[int, Candidate] = {}
+        self.asked: dict[int, Candidate] = {}  # since the last limit: what is chosen does not depend on earlier ones
 
     def at(self, position: int) -> Candidate:
         """The plan for one amount of memory."""
         if position not in self.known:
-            plan = self.chain.plan(self.units[position])
-            if not any(isinstance(step, Drop) for step in plan.steps):
-                cut = self._held_once(plan)
-                self.known[position] = Candidate(cut, self.model.project(cut))
-                return self.known[position]
-            graph = unroll(self.joint, self.problem, self.held.chain, self.held.always_saved, plan)
-            cut = cut_of_saved(_unrolled_problem(self.problem, graph), graph.saved)
-            projection = replace(self.model, joint=graph.joint).project(cut)
-            repeats = len(graph.origin) > len(self.joint.values)
-            self.known[position] = Candidate(cut, projection, graph if repeats else None)
+            self.known[position] = self._replayed(self.chain.plan(self.units[position]))
+        self.asked[position] = self.known[position]
         return self.known[position]
+
+    def _replayed(self, plan: ChainPlan) -> Candidate:
+        if not any(isinstance(step, Drop) for step in plan.steps):
+            cut = self._held_once(plan)
+            return Candidate(cut, self.model.project(cut))
+        graph = unroll(self.joint, self.problem, self.held.chain, self.held.always_saved, plan)
+        cut = cut_of_saved(_unrolled_problem(self.problem, graph), graph.saved)
+        projection = replace(self.model, joint=graph.joint).project(cut)
+        repeats = len(graph.origin) > len(self.joint.values)
+        return Candidate(cut, projection, graph if repeats else None)
 
     def _held_once(self, plan: ChainPlan) -> Cut:
         """The decision of a plan that drops no block: it computes nothing twice, its graph is the graph itself."""
@@ -400,13 +413,14 @@ class _ChainPlans:
     def within(self, limit_bytes: int) -> list[Candidate]:
         """The fastest plan that fits, and what was replayed to find it."""
         positions = range(len(self.units))
+        self.asked = {}
         fits = self._fits if len(self.problem) <= MOST_VALUES_DRAWN else self._seems_to_fit
         position = bisect.bisect_left(positions, True, key=lambda i: fits(i, limit_bytes))
         if position < len(positions) and not self._fits(position, limit_bytes):
             position = bisect.bisect_left(positions, True, key=lambda i: self._fits(i, limit_bytes))
         if position == len(positions):
             self.smallest()
-        return list(self.known.values())
+        return list(self.asked.values())
 
     def _fits(self, position: int, limit_bytes: int) -> bool:
         return self.at(position).projection.peak_bytes <= limit_bytes
