@@ -14,6 +14,8 @@ from torch import fx
 
 from remat_passes.device import DeviceSpec
 from remat_passes.errors import BudgetInfeasibleError, ConfigError, RematError, RematWarning, nearest
+from remat_passes.joint import source_line
+from remat_passes.units import format_bytes
 
 from . import torch_private
 from .batch_norm import group_counts, settle_batch_norm
@@ -78,7 +80,7 @@ def remat(
     except RematError as error:
         if spare is None:
             raise
-        warnings.warn(f"remat compiles as plain Inductor would: {error}", stacklevel=2)
+        warnings.warn(f"remat compiles as plain Inductor would: {error}", RematWarning, stacklevel=2)
         record_fallback(str(error))
         return torch_private.compile_plain_inductor(spare, inputs, inductor_options)
 
@@ -106,7 +108,7 @@ def _attempt(work: Work) -> _Attempt:
     try:
         return _compiled_in(replace(work, options=last))
     except BudgetInfeasibleError as refused:
-        text = f"{refused}{_hint(work)}"
+        text = f"{refused}{_hint(work)}{_of_percentage(work, refused.budget_bytes)}"
         raise BudgetInfeasibleError(text, refused.budget_bytes, refused.smallest_bytes) from None
 
 
@@ -167,6 +169,22 @@ def _hint(work: Work) -> str:
     return (
         f' num_microbatches is {options.num_microbatches}: with "auto" (REMAT_NUM_MICROBATCHES) the batch may run in'
         " more slices."
+    )
+
+
+def _of_percentage(work: Work, budget_bytes: int) -> str:
+    """Where the bytes that were refused come from, if the user named none."""
+    budget = work.options.memory_budget
+    if budget is None or budget.kind != "percent":
+        return ""
+    plain_bytes = round((budget_bytes + work.options.reserve_bytes) * 100 / budget.amount)
+    places = (source_line(node) for node in work.module.graph.nodes if node.op not in ("placeholder", "output"))
+    place = next((f" at {place}" for place in places if place), "")
+    return (
+        f" memory_budget is {budget.text!r}, and plain Inductor would need {format_bytes(plain_bytes)} for this graph,"
+        f" which starts{place}. Each graph counts by itself, that of a smaller batch and what follows a graph break"
+        " too, and of a small one the parameters and their gradients may be most: a number of bytes is the same for"
+        " all."
     )
 
 

@@ -161,6 +161,8 @@ def _difference(
 ) -> tuple[bool, float, str]:
     if wanted.shape != got.shape or wanted.dtype != got.dtype:
         return False, float("inf"), f"{tuple(wanted.shape)} {wanted.dtype} and {tuple(got.shape)} {got.dtype}"
+    if wanted.dtype.is_complex:
+        wanted, got = torch.view_as_real(wanted.resolve_conj()), torch.view_as_real(got.resolve_conj())
     if not wanted.dtype.is_floating_point:
         return bool(torch.equal(wanted, got)), 0.0, "they differ"
     both = torch.isfinite(wanted) & torch.isfinite(got)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ from torch._higher_order_ops.scan import scan
 from torch.utils.checkpoint import checkpoint
 
 import remat_compiler
-from remat_compiler import BudgetInfeasibleError, ConfigError, RematError, torch_private
+from remat_compiler import BudgetInfeasibleError, ConfigError, RematError, RematWarning, torch_private
 from remat_compiler.options import parse_options
 from remat_compiler.partitioner import RematPartitioner
 from remat_passes.plan import RematPlan, read_plan
@@ -800,6 +801,22 @@ def test_after_a_refusal_a_larger_budget_works() -> None:
     assert_same(run.outcomes[0], run_eager(regression())[0])
 
 
+def test_a_refused_percentage_says_of_what_it_is_one() -> None:
+    """As at the last, smaller batch of an epoch, whose graph is mostly parameters and gradients."""
+    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    step = torch.compile(
+        lambda x: net(x).square().mean(), backend="remat", options={"memory_budget": "60%", "lowering": "eager"}
+    )
+    step(torch.randn(2048, 64)).backward()
+    with pytest.raises(Exception, match="cannot be met") as caught:
+        step(torch.randn(4, 64))
+
+    text = str(remat_error(caught.value))
+    assert re.search(r"memory_budget is '60%', and plain Inductor would need [\d.]+ \wiB for this graph", text)
+    assert re.search(r"which starts at .*test_backend.py:\d+\. Each graph counts by itself", text)
+    assert "a number of bytes is the same for all." in text
+
+
 def test_a_refused_compile_leaves_no_plan(made: PlansMade) -> None:
     infeasible()
 
@@ -813,7 +830,7 @@ def test_fallback_warns_and_trains_on(made: PlansMade) -> None:
         lambda: Lambda(lambda m, x: m.layer(torch.sin(x)).sin().sum(), layer=nn.Linear(WIDTH, WIDTH)),
         lambda: (rows(BATCH, WIDTH),),
     )
-    with pytest.warns(UserWarning, match=r"plain Inductor.*cannot be met"):
+    with pytest.warns(RematWarning, match=r"plain Inductor.*cannot be met"):
         outcomes = run_remat(program, num_steps=2, memory_budget=100, fallback="inductor")
 
     for found, expected in zip(outcomes, run_eager(program, 2), strict=True):

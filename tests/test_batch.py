@@ -348,6 +348,14 @@ def test_verify_finds_nothing_where_nothing_is_wrong() -> None:
     assert torch.equal(compiled(lambda x: net(x).square().mean())(x), loss)  # the step's own draws are those without it
 
 
+def test_verify_compares_complex_gradients_as_closely_as_others() -> None:
+    weight = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+    step = compiled(lambda x: (x.to(torch.complex64) @ weight).abs().square().mean(), verify=True)
+    step(torch.randn(8, 6)).backward()
+
+    assert ": verified, " in remat_compiler.verifications()[-1]
+
+
 def test_verify_takes_a_smaller_batch_where_the_step_is_called_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x, num_before = nn.Linear(6, 6), torch.randn(8, 6), len(remat_compiler.verifications())
     step = compiled(lambda x: net(x).square().mean(), verify=True)

@@ -1311,3 +1311,46 @@ def test_ops_under_an_effect_token(solve: Callable[[Tensor], Tensor]) -> None:
     split = remat_compiler.plans()[-1].microbatches
     assert split is not None
     assert [(given.name, given.axis) for given in split.inputs] == [("x", 0), ("targets[0]", 0)]
+
+
+# -- one result of an op with several, in another loop than the op
+
+
+def contrast(step: Step, x: torch.Tensor) -> torch.Tensor:
+    z = step.net[0](x)
+    n = F.normalize(z.flatten(1))
+    logits = n @ n.t() / 0.2
+    return F.mse_loss(step.net[1](z), x) + 0.1 * F.cross_entropy(logits, torch.arange(len(z)))
+
+
+def spread(step: Step, x: torch.Tensor) -> torch.Tensor:
+    z = step.net[0](x)
+    return F.mse_loss(step.net[1](z), x) + z.mean(2).std(0).mean()
+
+
+def centred(step: Step, x: torch.Tensor) -> torch.Tensor:
+    h = step.net[1](step.net[0](x))
+    return step.net[1](h - h.mean(0)).square().mean()
+
+
+def selected(step: Step, x: torch.Tensor) -> torch.Tensor:
+    """Attention beside a denominator that depends on activations."""
+    z = step.net[0](x)
+    p, q = z.softmax(-1), z[:, None]
+    share = (p * (p > 0.1)).sum() / (p > 0.1).sum()
+    return F.mse_loss(F.scaled_dot_product_attention(q, q, q)[:, 0], x) + F.mse_loss(step.net[1](z), x) + share
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_microbatches": 2}, {"num_microbatches": 3}, {"memory_budget": "75%"}], ids=str
+)
+@pytest.mark.parametrize("loss", [contrast, spread, centred, selected])
+def test_one_result_of_a_convolution_is_needed_behind_a_coupled_loss(
+    loss: Callable[..., torch.Tensor], options: dict[str, object]
+) -> None:
+    program = Program(
+        lambda: Step(nn.Sequential(nn.Linear(12, 12), nn.Conv1d(4, 4, 3, padding=1)), loss),
+        lambda: (torch.randn(40, 4, 12),),
+    )
+    (found,), (expected,) = run_remat(program, **options), run_eager(program)
+    assert_same(without_noise(found), without_noise(expected))

@@ -184,7 +184,12 @@ class _Analysis:
         late = self.joint.backward_values
         largest = max((self.joint.values[i].numel for i in whole.intersection(late)), default=0)
         whole.update(i for i in late if self.joint.values[i].numel <= largest)
-        return frozenset(i for i in whole if self.states[i].dependence is Dependence.SPLIT and i not in self.cheap)
+        return frozenset(i for i in whole if self._can_be_handed(i) and i not in self.cheap)
+
+    def _can_be_handed(self, index: int) -> bool:
+        """Whether a loop can be handed slices of a value. Of an op with several results each is, and not the op."""
+        is_tensor = isinstance(self.joint.nodes[index].meta.get("val"), torch.Tensor)
+        return is_tensor and self.states[index].dependence is Dependence.SPLIT
 
     def _read_whole(self, index: int) -> Iterator[int]:
         """What an op takes whole of what loops compute."""

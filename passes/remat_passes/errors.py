@@ -30,7 +30,7 @@ def found_in(error: BaseException | None, kind: type[_Kind] | tuple[type[_Kind],
 
 
 class RematWarning(UserWarning):
-    """What was promised and what was measured differ."""
+    """What was promised was not kept: another peak was measured, or a step runs without remat."""
 
 
 class ConfigError(RematError):
