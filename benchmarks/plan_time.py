@@ -85,7 +85,7 @@ class Timing(torch_private.CustomPartitionerFn):
         choice = self._timed("search", lambda: Search(joint, problem, model, inductor, costs.fixed_ps).choose(budget))
         unrolled = choice.chosen.unrolled
         graph = joint if unrolled is None else unrolled.joint
-        self._timed("schedule", lambda: schedule(graph, choice.chosen.cut))
+        self._timed("schedule", lambda: schedule(graph, choice.chosen.cut, early=not model.fuses))
         self.num_values = len(joint.values)
 
     def _timed(self, stage: str, run: Callable[[], T]) -> T:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.networks import EqualLayers, ExplicitAttention, LanguageModel, LlamaBlock, ResNet, UNet
+from benchmarks.plan_time import timed
 from remat_compiler import torch_private
 from remat_compiler.torch_private import partitioners
 from remat_passes import holds as holds_module
@@ -150,3 +151,9 @@ def test_networkx_is_itself_again() -> None:
     has_own_flow = hasattr(partitioners.partitioners, "minimum_cut")  # torch, from 2.15 on: that one is left alone
     assert used.called is not has_own_flow
     assert nx.minimum_cut is before
+
+
+def test_the_benchmark_of_plan_times_goes_through_all_stages() -> None:
+    timing = timed(4, ())
+    assert timing.num_values > 400
+    assert list(timing.seconds)[-2:] == ["search", "schedule"]

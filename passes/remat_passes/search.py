@@ -216,7 +216,6 @@ class Search:
 
     @cached_property
     def _plans(self) -> _ChainPlans | None:
-        assert self._hull, "what is not legal is said first"
         return _ChainPlans(self.joint, self._settled, self.model, self._points) if self._points else None
 
     @cached_property
