@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from remat_passes.batch import BatchAxes, choose_axes, has_small_tail, is_linear
 from remat_passes.errors import CannotSplitError, ConfigError
 from remat_passes.joint import JointGraph, Role, Side
 from remat_passes.microbatch import Body, Loop, SplitStep, make_body, split_step
+from remat_passes.ops import OpKind, op_kind
 from remat_passes.outer import Called, outer_graph
 
 from . import torch_private
@@ -187,11 +189,21 @@ def joined(body: Body, forward: fx.GraphModule, backward: fx.GraphModule, *, fus
     second = _inlined(graph, backward, inner, "_redone")
     results = [first[node] for node in _results(forward)[: body.num_forward_outputs]]
     results += [second[node] for node in _results(backward)]
+    _mark_places(graph, frozenset(second.values()))
     graph.output(tuple(results))
     (output,) = body.module.graph.find_nodes(op="output")
     module = fx.GraphModule({**_attributes(forward), **_attributes(backward)}, graph)
     module.meta.update(output.meta)
     return module
+
+
+def _mark_places(graph: fx.Graph, backward: AbstractSet[fx.Node]) -> None:
+    """Tell Inductor where in the plan's order each op stands: its side, and how many kernels of their own run before.
+    What is computed again from values that are there since forward would run in forward's kernels otherwise."""
+    num_own_kernels = 0
+    for node in graph.nodes:
+        num_own_kernels += op_kind(node) is OpKind.EXTERN
+        node.meta[torch_private.PLACE_IN_BODY] = torch_private.PlaceInBody(node in backward, num_own_kernels)
 
 
 def _kept(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -33,6 +33,18 @@ class CompiledGraph:
 BODY_PREFIX = "remat_loop_"
 
 
+# Where a node of such a graph says its place, in its ``meta``.
+PLACE_IN_BODY = "remat_place_in_body"
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceInBody:
+    """Where an op stands in the order of a plan."""
+
+    is_backward: bool
+    num_own_kernels: int  # that run up to it
+
+
 def call_subgraph() -> Any:
     """The higher-order op that calls a graph by name; Inductor compiles the graph once for all of its calls."""
     from torch._higher_order_ops.invoke_subgraph import invoke_subgraph

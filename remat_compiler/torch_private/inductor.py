@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,10 +13,9 @@ from torch._guards import CompileContext, TracingContext, tracing
 from torch._guards import compile_context as resume_compile
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from remat_passes.again import repetition_of
-
 from ..readback import signature
-from .graphs import BODY_PREFIX, CompiledGraph, call_subgraph, copy_of
+from .graphs import CompiledGraph, copy_of
+from .kernels import kernels_as_planned, known_results
 
 _Code: TypeAlias = Callable[[list[Any]], Any]
 
@@ -107,11 +105,10 @@ def compile_with_inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.utils import get_donated_idxs
-    from torch._inductor.virtualized import V
 
     def inner(graph: fx.GraphModule, arguments: Sequence[Any], **keywords: Any) -> Any:
         def compile_inner(own: fx.GraphModule) -> Any:
-            with V.set_choices_handler(_repetitions_apart(type(V.choices))), _known_results():
+            with kernels_as_planned(), known_results():
                 return compile_fx_inner(own, given, **keywords)
 
         before, given = signature(graph), list(arguments)
@@ -131,45 +128,6 @@ def compile_with_inductor(
     patches = {"allow_buffer_reuse": False, **options, "custom_partitioner_fn": partitioner}
     with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
         return compile_fx(module, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
-
-
-@contextmanager
-def _known_results() -> Iterator[None]:
-    """Fake calls of loops' bodies return what the body's graph says of its results.
-
-    Inductor's passes propagate fake tensors several times, and each time run the whole body for each call of it: 12 s
-    of 47 for a GPT in 64 micro-batches.
-    """
-    from torch._higher_order_ops import utils
-
-    call = call_subgraph()
-    functions = getattr(utils, "registered_hop_fake_fns", {})
-    run = functions.get(call)
-    if run is None:
-        yield
-        return
-
-    def results(graph: Any, name: str, *operands: Any) -> Any:
-        known = _results_of(graph) if str(name).startswith(BODY_PREFIX) else None
-        if known is None:
-            return run(graph, name, *operands)
-        return tuple(torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in known)
-
-    functions[call] = results
-    try:
-        yield
-    finally:
-        functions[call] = run
-
-
-def _results_of(graph: Any) -> list[torch.Tensor] | None:
-    """The fake tensors that a graph returns, where it says so of all."""
-    if not isinstance(graph, fx.GraphModule):
-        return None
-    (output,) = graph.graph.find_nodes(op="output")
-    vals = [getattr(node, "meta", {}).get("val") for node in output.args[0]]
-    known = [val for val in vals if isinstance(val, torch.Tensor)]
-    return known if len(known) == len(vals) else None
 
 
 class _WithoutReuse(CustomPartitionerFn):
@@ -216,28 +174,6 @@ def _once_in_this_context(compile_code: Callable[[], _Code], settings: Mapping[s
 def _apart_where_kept(code: _Code, keeping: Callable[[], _Code]) -> _Code:
     """A backward that runs ``code``, and where its graph is kept what ``keeping`` gives."""
     return lambda arguments: keeping()(arguments) if graph_is_kept() else code(arguments)
-
-
-def _repetitions_apart(choices: type[Any]) -> Any:
-    """Inductor's choices, but values of one pass over a block do not fuse with those of another: a value that is
-    computed twice so as not to be kept in between would be computed once and kept."""
-
-    class Apart(choices):  # type: ignore[misc]
-        @staticmethod
-        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            apart = _repetitions(node1) != _repetitions(node2)
-            return not apart and bool(choices.can_fuse(scheduler, node1, node2, shared_data_score))
-
-        def uuid(self) -> str:
-            return "remat: repetitions apart"
-
-    return Apart()
-
-
-def _repetitions(scheduled: Any) -> frozenset[int]:
-    """The passes that the results of a scheduled node belong to."""
-    origins = (getattr(part.node, "origin_node", None) for part in scheduled.get_nodes())
-    return frozenset(repetition_of(origin.name) for origin in origins if origin is not None) or frozenset((0,))
 
 
 def compile_plain_inductor(

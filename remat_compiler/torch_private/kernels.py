@@ -1,0 +1,153 @@
+"""Inductor's kernels as the plan has them: what fuses, in which order they run, and when their operands are freed."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat_passes.again import repetition_of
+
+from .graphs import BODY_PREFIX, PLACE_IN_BODY, call_subgraph
+
+
+@contextmanager
+def kernels_as_planned() -> Iterator[None]:
+    """While it is open, Inductor makes the kernels of a graph by the plan that the graph is written by.
+
+    The order that fusing leaves is the depth-first one of its dependencies. Of four orders Inductor then takes the one
+    that it estimates to peak lowest (torch/_inductor/memory.py); the plan's is put in the place of the first. And its
+    C++ calls what runs between two kernels of ATen as one function, whose operands live until all of it has run: here
+    it is called kernel by kernel, which is what that estimate takes for granted, as the plan does.
+    """
+    from torch._inductor import memory
+    from torch._inductor.codegen import cpp
+    from torch._inductor.virtualized import V
+
+    scheduling: Any = cpp.CppScheduling
+    reorder, is_full = memory.reorder_for_peak_memory, scheduling.ready_to_flush
+
+    def from_plan(nodes: list[Any], *arguments: Any, **keywords: Any) -> list[Any]:
+        return reorder(_in_order_of(V.graph.module, nodes), *arguments, **keywords)
+
+    def frees_something(own: Any) -> bool:
+        return bool(own.scheduler.buffer_names_to_free) or bool(is_full(own))
+
+    memory.reorder_for_peak_memory, scheduling.ready_to_flush = from_plan, frees_something
+    try:
+        with V.set_choices_handler(_planned_apart(type(V.choices))):
+            yield
+    finally:
+        memory.reorder_for_peak_memory, scheduling.ready_to_flush = reorder, is_full
+
+
+def _in_order_of(module: Any, kernels: Sequence[Any]) -> list[Any]:
+    """The kernels in the order of the graph, as far as what they depend on allows: each of them is ready when the last
+    of its ops is."""
+    places = {node: place for place, node in enumerate(module.graph.nodes)}
+    makers = {name: at for at, kernel in enumerate(kernels) for name in kernel.get_buffer_names()}
+    waits: list[set[int]] = []
+    readers: list[list[int]] = [[] for _ in kernels]
+    for at, kernel in enumerate(kernels):
+        waits.append({makers[needed.name] for needed in kernel.unmet_dependencies if needed.name in makers} - {at})
+        for maker in waits[at]:
+            readers[maker].append(at)
+    place_of = [max((places.get(op, -1) for op in _ops(kernel)), default=-1) for kernel in kernels]
+    ready = [(place_of[at], at) for at, waiting in enumerate(waits) if not waiting]
+    heapq.heapify(ready)
+    order: list[Any] = []
+    while ready:
+        _, at = heapq.heappop(ready)
+        order.append(kernels[at])
+        for reader in readers[at]:
+            waits[reader].discard(at)
+            if not waits[reader]:
+                heapq.heappush(ready, (place_of[reader], reader))
+    return order if len(order) == len(kernels) else list(kernels)
+
+
+def _ops(kernel: Any) -> Iterator[fx.Node]:
+    """The ops of the graph that a kernel computes."""
+    for part in kernel.get_nodes():
+        yield from getattr(part.node, "origins", None) or ()
+
+
+def _planned_apart(choices: type[Any]) -> Any:
+    """Inductor's choices, but what the plan computes at different times does not fuse: it would be computed once, at
+    the earlier one, and kept. Those are the values of two passes over a block, and the forward and the backward of a
+    body with kernels of their own between them."""
+
+    class Apart(choices):  # type: ignore[misc]
+        @staticmethod
+        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            apart = _repetitions(node1) != _repetitions(node2) or _are_far_apart(node1, node2)
+            return not apart and bool(choices.can_fuse(scheduler, node1, node2, shared_data_score))
+
+        def uuid(self) -> str:
+            return "remat: passes apart, and sides of bodies"
+
+    return Apart()
+
+
+def _origins(scheduled: Any) -> Iterator[fx.Node]:
+    """What the results of a scheduled node were in the graph."""
+    origins = (getattr(part.node, "origin_node", None) for part in scheduled.get_nodes())
+    return (origin for origin in origins if origin is not None)
+
+
+def _repetitions(scheduled: Any) -> frozenset[int]:
+    """The passes that the results of a scheduled node belong to."""
+    return frozenset(repetition_of(origin.name) for origin in _origins(scheduled)) or frozenset((0,))
+
+
+def _are_far_apart(node1: Any, node2: Any) -> bool:
+    """Whether one is of a body's forward, the other of its backward, and the plan has a kernel between them."""
+    first, second = ({o.meta[PLACE_IN_BODY] for o in _origins(n) if PLACE_IN_BODY in o.meta} for n in (node1, node2))
+    return any(
+        one.is_backward != other.is_backward and one.num_own_kernels != other.num_own_kernels
+        for one in first
+        for other in second
+    )
+
+
+@contextmanager
+def known_results() -> Iterator[None]:
+    """Fake calls of loops' bodies return what the body's graph says of its results.
+
+    Inductor's passes propagate fake tensors several times, and each time run the whole body for each call of it: 12 s
+    of 47 for a GPT in 64 micro-batches.
+    """
+    from torch._higher_order_ops import utils
+
+    call = call_subgraph()
+    functions = getattr(utils, "registered_hop_fake_fns", {})
+    run = functions.get(call)
+    if run is None:
+        yield
+        return
+
+    def results(graph: Any, name: str, *operands: Any) -> Any:
+        known = _results_of(graph) if str(name).startswith(BODY_PREFIX) else None
+        if known is None:
+            return run(graph, name, *operands)
+        return tuple(torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in known)
+
+    functions[call] = results
+    try:
+        yield
+    finally:
+        functions[call] = run
+
+
+def _results_of(graph: Any) -> list[torch.Tensor] | None:
+    """The fake tensors that a graph returns, where it says so of all."""
+    if not isinstance(graph, fx.GraphModule):
+        return None
+    (output,) = graph.graph.find_nodes(op="output")
+    vals = [getattr(node, "meta", {}).get("val") for node in output.args[0]]
+    known = [val for val in vals if isinstance(val, torch.Tensor)]
+    return known if len(known) == len(vals) else None
