@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -17,14 +16,18 @@ from torch import fx
 from remat_passes.batch import BatchAxes, choose_axes, has_small_tail, is_linear_in_tangents
 from remat_passes.errors import CannotSplitError, ConfigError
 from remat_passes.joint import JointGraph, Role, Side
+from remat_passes.memory import MemoryModel
 from remat_passes.microbatch import Body, Loop, SplitStep, make_body, split_step
 from remat_passes.ops import OpKind, op_kind
 from remat_passes.outer import Called, outer_graph
+from remat_passes.search import Candidate
 
 from . import torch_private
 from .kept import kept
 from .options import AccumulateDtype, Options
 from .step_inputs import StepInputs
+
+KERNEL = "remat_kernel"  # in a node's ``meta``: the kernel of the plan that writes it
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ def joined(body: Body, forward: fx.GraphModule, backward: fx.GraphModule, *, fus
     second = _inlined(graph, backward, inner, "_redone")
     results = [first[node] for node in _results(forward)[: body.num_forward_outputs]]
     results += [second[node] for node in _results(backward)]
-    _mark_places(graph, frozenset(second.values()))
+    _mark_places(graph)
     graph.output(tuple(results))
     (output,) = body.module.graph.find_nodes(op="output")
     module = fx.GraphModule({**_attributes(forward), **_attributes(backward)}, graph)
@@ -197,13 +200,26 @@ def joined(body: Body, forward: fx.GraphModule, backward: fx.GraphModule, *, fus
     return module
 
 
-def _mark_places(graph: fx.Graph, backward: AbstractSet[fx.Node]) -> None:
-    """Tell Inductor where in the plan's order each op stands: its side, and how many kernels of their own run before.
-    What is computed again from values that are there since forward would run in forward's kernels otherwise."""
+def _mark_places(graph: fx.Graph) -> None:
+    """Tell Inductor where in the plan's order each op stands. What is computed again from values that are there since
+    forward would run in forward's kernels otherwise."""
     num_own_kernels = 0
     for node in graph.nodes:
         num_own_kernels += op_kind(node) is OpKind.EXTERN
-        node.meta[torch_private.PLACE_IN_BODY] = torch_private.PlaceInBody(node in backward, num_own_kernels)
+        kernel = node.meta.get(KERNEL)
+        node.meta[torch_private.PLACE_IN_BODY] = torch_private.PlaceInBody(kernel, num_own_kernels)
+
+
+def mark_kernels(forward: fx.GraphModule, backward: fx.GraphModule, model: MemoryModel, chosen: Candidate) -> None:
+    """Note the kernel that writes each value on the nodes of a decision's two graphs."""
+    model = model if chosen.unrolled is None else replace(model, joint=chosen.unrolled.joint)
+    of_forward, of_backward = model.kernels(chosen.cut)
+    num_forward = 1 + max(of_forward.values(), default=-1)
+    for module, kernels, start in ((forward, of_forward, 0), (backward, of_backward, num_forward)):
+        by_name = {model.joint.values[index].name: start + kernel for index, kernel in kernels.items()}
+        for node in module.graph.nodes:
+            if node.name in by_name:
+                node.meta[KERNEL] = by_name[node.name]
 
 
 def _kept(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -375,7 +375,21 @@ class MemoryModel:
 
     def project(self, cut: Cut, order: Schedule | None = None) -> Projection:
         """Replay the step for a decision."""
-        order = order or schedule(self.joint, cut, early=not self.fuses)
+        forward, backward = self._replays(cut, order or schedule(self.joint, cut, early=not self.fuses))
+        peak = max(forward.run(), backward.run(), key=lambda found: found[0])
+        return Projection(
+            timeline=(*forward.timeline, *backward.timeline),
+            peak_bytes=peak[0],
+            peak_values=self._named(peak[1] | (self._outputs if peak[2] else set()) - self.inputs),
+        )
+
+    def kernels(self, cut: Cut) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Which kernel of forward, and which of backward, writes each value that is written."""
+        forward, backward = self._replays(cut, schedule(self.joint, cut, early=not self.fuses))
+        return forward.written_by(), backward.written_by()
+
+    def _replays(self, cut: Cut, order: Schedule) -> tuple[_Replay, _Replay]:
+        """Forward and backward, for a decision."""
         values = self.joint.values
         outputs, tangents = self._outputs, self._tangents
         kept = {values[i].base for i in cut.saved} - self.inputs
@@ -403,12 +417,7 @@ class MemoryModel:
             reordered & cut.saved,
             is_backward=True,
         )
-        peak = max(forward.run(), backward.run(), key=lambda found: found[0])
-        return Projection(
-            timeline=(*forward.timeline, *backward.timeline),
-            peak_bytes=peak[0],
-            peak_values=self._named(peak[1] | (outputs if peak[2] else set()) - self.inputs),
-        )
+        return forward, backward
 
     def _is_slice(self, index: int) -> bool:
         """Whether an input shows a part of a larger storage."""
@@ -466,6 +475,11 @@ class _Replay:
         """The peak, what is alive at it, and whether that is in backward."""
         self._cut_into_kernels()
         return self._replay()
+
+    def written_by(self) -> Mapping[int, int]:
+        """The kernel that writes each value that is written; copies are left out."""
+        self._cut_into_kernels()
+        return {index: kernel for index, kernel in self.kernel_of.items() if index >= 0}
 
     # -- (1) which results are written, and by which kernel
 

@@ -41,8 +41,8 @@ PLACE_IN_BODY = "remat_place_in_body"
 class PlaceInBody:
     """Where an op stands in the order of a plan."""
 
-    is_backward: bool
-    num_own_kernels: int  # that run up to it
+    kernel: int | None  # that writes it; None where none does
+    num_own_kernels: int  # of ATen, that run up to it
 
 
 def call_subgraph() -> Any:

@@ -78,8 +78,8 @@ def _ops(kernel: Any) -> Iterator[fx.Node]:
 
 def _planned_apart(choices: type[Any]) -> Any:
     """Inductor's choices, but what the plan computes at different times does not fuse: it would be computed once, at
-    the earlier one, and kept. Those are the values of two passes over a block, and the forward and the backward of a
-    body with kernels of their own between them."""
+    the earlier one, and kept. Those are the values of two passes over a block, and in a body what has a kernel of
+    ATen between."""
 
     class Apart(choices):  # type: ignore[misc]
         @staticmethod
@@ -105,13 +105,10 @@ def _repetitions(scheduled: Any) -> frozenset[int]:
 
 
 def _are_far_apart(node1: Any, node2: Any) -> bool:
-    """Whether one is of a body's forward, the other of its backward, and the plan has a kernel between them."""
+    """Whether the plan has a kernel of ATen between what two nodes of a body compute, and does not fuse them itself."""
     first, second = ({o.meta[PLACE_IN_BODY] for o in _origins(n) if PLACE_IN_BODY in o.meta} for n in (node1, node2))
-    return any(
-        one.is_backward != other.is_backward and one.num_own_kernels != other.num_own_kernels
-        for one in first
-        for other in second
-    )
+    planned = {place.kernel for place in first} & {place.kernel for place in second} - {None}
+    return not planned and any(one.num_own_kernels != other.num_own_kernels for one in first for other in second)
 
 
 @contextmanager
