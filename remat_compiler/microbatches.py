@@ -204,10 +204,10 @@ def _mark_places(graph: fx.Graph) -> None:
     """Tell Inductor where in the plan's order each op stands. What is computed again from values that are there since
     forward would run in forward's kernels otherwise."""
     num_own_kernels = 0
-    for node in graph.nodes:
+    for position, node in enumerate(graph.nodes):
         num_own_kernels += op_kind(node) is OpKind.EXTERN
-        kernel = node.meta.get(KERNEL)
-        node.meta[torch_private.PLACE_IN_BODY] = torch_private.PlaceInBody(kernel, num_own_kernels)
+        place = torch_private.PlaceInBody(position, num_own_kernels, node.meta.get(KERNEL, -1))
+        node.meta[torch_private.PLACE_IN_BODY] = place
 
 
 def mark_kernels(forward: fx.GraphModule, backward: fx.GraphModule, model: MemoryModel, chosen: Candidate) -> None:

@@ -37,12 +37,13 @@ BODY_PREFIX = "remat_loop_"
 PLACE_IN_BODY = "remat_place_in_body"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, order=True, slots=True)
 class PlaceInBody:
-    """Where an op stands in the order of a plan."""
+    """Where an op stands in the order of a plan, and what it runs in."""
 
-    kernel: int | None  # that writes it; None where none does
+    position: int
     num_own_kernels: int  # of ATen, that run up to it
+    kernel: int  # that writes it; -1 where none does
 
 
 def call_subgraph() -> Any:

@@ -12,7 +12,7 @@ from torch import fx
 
 from remat_passes.again import repetition_of
 
-from .graphs import BODY_PREFIX, PLACE_IN_BODY, call_subgraph
+from .graphs import BODY_PREFIX, PLACE_IN_BODY, PlaceInBody, call_subgraph
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def _in_order_of(module: Any, kernels: Sequence[Any]) -> list[Any]:
 def _ops(kernel: Any) -> Iterator[fx.Node]:
     """The ops of the graph that a kernel computes."""
     for part in kernel.get_nodes():
-        yield from getattr(part.node, "origins", None) or ()
+        yield from getattr(part.node, "origins", ())
 
 
 def _planned_apart(choices: type[Any]) -> Any:
@@ -104,10 +104,18 @@ def _repetitions(scheduled: Any) -> frozenset[int]:
     return frozenset(repetition_of(origin.name) for origin in _origins(scheduled)) or frozenset((0,))
 
 
+def _places(scheduled: Any) -> set[PlaceInBody]:
+    """Where the results of a scheduled node stand in a body. Each is the last of the ops that it is computed by."""
+    places = (
+        [op.meta[PLACE_IN_BODY] for op in _ops(part) if PLACE_IN_BODY in op.meta] for part in scheduled.get_nodes()
+    )
+    return {max(found) for found in places if found}
+
+
 def _are_far_apart(node1: Any, node2: Any) -> bool:
     """Whether the plan has a kernel of ATen between what two nodes of a body compute, and does not fuse them itself."""
-    first, second = ({o.meta[PLACE_IN_BODY] for o in _origins(n) if PLACE_IN_BODY in o.meta} for n in (node1, node2))
-    planned = {place.kernel for place in first} & {place.kernel for place in second} - {None}
+    first, second = _places(node1), _places(node2)
+    planned = {place.kernel for place in first} & {place.kernel for place in second} - {-1}
     return not planned and any(one.num_own_kernels != other.num_own_kernels for one in first for other in second)
 
 
