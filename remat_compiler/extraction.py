@@ -5,18 +5,22 @@ They hand over what the plan saves and nothing else, in the order that the plan 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import fx
 
 from remat_passes.joint import JointGraph, Side
-from remat_passes.ops import OpKind, written_operands
+from remat_passes.memory import MemoryModel
+from remat_passes.ops import OpKind, op_kind, written_operands
 from remat_passes.schedule import schedule
 from remat_passes.search import Candidate
 
 from . import torch_private
 from .masks import pack_masks
+
+_Kernels: TypeAlias = Mapping[str, str]  # by value: the kernel that writes it
 
 
 def extract(
@@ -48,11 +52,27 @@ def extract(
         _ordered(module, [nodes[i].name for i in side])
         for module, side in ((forward, order.forward), (backward, order.backward))
     )
+    if fuses:
+        _mark_places(forward, backward, MemoryModel(joint, fuses).kernels(cut))
     forward, backward = torch_private.thread_random_state(forward, backward)
     if fuses and joint.device_type == "cpu":
         computed = {v.name for v in joint.values if v.kind is OpKind.POINTWISE and v.base == v.index}
         pack_masks(forward, backward, computed, num_fwd_outputs)
     return forward, backward
+
+
+def _mark_places(forward: fx.GraphModule, backward: fx.GraphModule, kernels: tuple[_Kernels, _Kernels]) -> None:
+    """Tell Inductor where each op stands in the order of the plan, and which kernel of the plan writes it."""
+    position = num_own_kernels = 0
+    for module, kernel_of in zip((forward, backward), kernels, strict=True):
+        for node in module.graph.nodes:
+            if node.op != "call_function":
+                continue
+            position += 1
+            num_own_kernels += op_kind(node) is OpKind.EXTERN
+            node.meta[torch_private.PLACE] = torch_private.Place(
+                position, num_own_kernels, kernel_of.get(node.name, "")
+            )
 
 
 def _unrolled_nodes(graph: fx.Graph, joint: JointGraph, num_fwd_outputs: int) -> tuple[fx.Node, ...]:

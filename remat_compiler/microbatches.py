@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -16,18 +16,13 @@ from torch import fx
 from remat_passes.batch import BatchAxes, choose_axes, has_small_tail, is_linear_in_tangents
 from remat_passes.errors import CannotSplitError, ConfigError
 from remat_passes.joint import JointGraph, Role, Side
-from remat_passes.memory import MemoryModel
 from remat_passes.microbatch import Body, Loop, SplitStep, make_body, split_step
-from remat_passes.ops import OpKind, op_kind
 from remat_passes.outer import Called, outer_graph
-from remat_passes.search import Candidate
 
 from . import torch_private
 from .kept import kept
 from .options import AccumulateDtype, Options
 from .step_inputs import StepInputs
-
-KERNEL = "remat_kernel"  # in a node's ``meta``: the kernel of the plan that writes it
 
 
 @dataclass(frozen=True)
@@ -192,34 +187,11 @@ def joined(body: Body, forward: fx.GraphModule, backward: fx.GraphModule, *, fus
     second = _inlined(graph, backward, inner, "_redone")
     results = [first[node] for node in _results(forward)[: body.num_forward_outputs]]
     results += [second[node] for node in _results(backward)]
-    _mark_places(graph)
     graph.output(tuple(results))
     (output,) = body.module.graph.find_nodes(op="output")
     module = fx.GraphModule({**_attributes(forward), **_attributes(backward)}, graph)
     module.meta.update(output.meta)
     return module
-
-
-def _mark_places(graph: fx.Graph) -> None:
-    """Tell Inductor where in the plan's order each op stands. What is computed again from values that are there since
-    forward would run in forward's kernels otherwise."""
-    num_own_kernels = 0
-    for position, node in enumerate(graph.nodes):
-        num_own_kernels += op_kind(node) is OpKind.EXTERN
-        place = torch_private.PlaceInBody(position, num_own_kernels, node.meta.get(KERNEL, -1))
-        node.meta[torch_private.PLACE_IN_BODY] = place
-
-
-def mark_kernels(forward: fx.GraphModule, backward: fx.GraphModule, model: MemoryModel, chosen: Candidate) -> None:
-    """Note the kernel that writes each value on the nodes of a decision's two graphs."""
-    model = model if chosen.unrolled is None else replace(model, joint=chosen.unrolled.joint)
-    of_forward, of_backward = model.kernels(chosen.cut)
-    num_forward = 1 + max(of_forward.values(), default=-1)
-    for module, kernels, start in ((forward, of_forward, 0), (backward, of_backward, num_forward)):
-        by_name = {model.joint.values[index].name: start + kernel for index, kernel in kernels.items()}
-        for node in module.graph.nodes:
-            if node.name in by_name:
-                node.meta[KERNEL] = by_name[node.name]
 
 
 def _kept(graph: fx.Graph, node: fx.Node) -> fx.Node:

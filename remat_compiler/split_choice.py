@@ -28,7 +28,7 @@ from remat_passes.split_plan import PlannedBody, plan_of_split
 
 from . import torch_private
 from .extraction import extract
-from .microbatches import SplitGraph, joined, mark_kernels
+from .microbatches import SplitGraph, joined
 from .options import Options
 from .staged import Staged, stage
 
@@ -218,7 +218,6 @@ class SplitWay:
                 body.num_forward_outputs,
                 fuses=staged.model.fuses,
             )
-            mark_kernels(forward, backward, staged.model, choice.bodies[key].chosen)
             torch_private.replace_graph(self.outer, name, joined(body, forward, backward, fuses=staged.model.fuses))
             planned[name] = PlannedBody(*key, self._count(key), plan, held[name], _operand_bytes(staged))
         joint, main = choice.around.joint, self._main(choice)

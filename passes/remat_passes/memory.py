@@ -383,8 +383,9 @@ class MemoryModel:
             peak_values=self._named(peak[1] | (self._outputs if peak[2] else set()) - self.inputs),
         )
 
-    def kernels(self, cut: Cut) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Which kernel of forward, and which of backward, writes each value that is written."""
+    def kernels(self, cut: Cut) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """The kernel that writes each value that is written, in forward and in backward, all by their names: a kernel
+        has that of its side and of its first op."""
         forward, backward = self._replays(cut, schedule(self.joint, cut, early=not self.fuses))
         return forward.written_by(), backward.written_by()
 
@@ -476,10 +477,12 @@ class _Replay:
         self._cut_into_kernels()
         return self._replay()
 
-    def written_by(self) -> Mapping[int, int]:
+    def written_by(self) -> Mapping[str, str]:
         """The kernel that writes each value that is written; copies are left out."""
         self._cut_into_kernels()
-        return {index: kernel for index, kernel in self.kernel_of.items() if index >= 0}
+        values, kernels, side = self.model.joint.values, self.kernels, "backward" if self.is_backward else "forward"
+        written = ((index, kernel) for index, kernel in self.kernel_of.items() if index >= 0)
+        return {values[index].name: f"{side} {values[kernels[kernel].lead].name}" for index, kernel in written}
 
     # -- (1) which results are written, and by which kernel
 

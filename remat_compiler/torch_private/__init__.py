@@ -26,9 +26,9 @@ from .eager import compile_with_aot_autograd
 from .fake_tensors import UNKNOWN_CONTENTS, plain_tensors, shapes_only, tensors_on_paper, unhooked
 from .graphs import (
     BODY_PREFIX,
-    PLACE_IN_BODY,
+    PLACE,
     CompiledGraph,
-    PlaceInBody,
+    Place,
     call_subgraph,
     calls_of,
     copy_of,

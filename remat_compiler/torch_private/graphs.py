@@ -33,17 +33,17 @@ class CompiledGraph:
 BODY_PREFIX = "remat_loop_"
 
 
-# Where a node of such a graph says its place, in its ``meta``.
-PLACE_IN_BODY = "remat_place_in_body"
+# Where a node says its place in a plan, in its ``meta``.
+PLACE = "remat_place"
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class PlaceInBody:
+class Place:
     """Where an op stands in the order of a plan, and what it runs in."""
 
     position: int
     num_own_kernels: int  # of ATen, that run up to it
-    kernel: int  # that writes it; -1 where none does
+    kernel: str  # that writes it; empty where none does
 
 
 def call_subgraph() -> Any:

@@ -12,7 +12,7 @@ from torch import fx
 
 from remat_passes.again import repetition_of
 
-from .graphs import BODY_PREFIX, PLACE_IN_BODY, PlaceInBody, call_subgraph
+from .graphs import BODY_PREFIX, PLACE, Place, call_subgraph
 
 
 @contextmanager
@@ -104,18 +104,16 @@ def _repetitions(scheduled: Any) -> frozenset[int]:
     return frozenset(repetition_of(origin.name) for origin in _origins(scheduled)) or frozenset((0,))
 
 
-def _places(scheduled: Any) -> set[PlaceInBody]:
+def _places(scheduled: Any) -> set[Place]:
     """Where the results of a scheduled node stand in a body. Each is the last of the ops that it is computed by."""
-    places = (
-        [op.meta[PLACE_IN_BODY] for op in _ops(part) if PLACE_IN_BODY in op.meta] for part in scheduled.get_nodes()
-    )
+    places = ([op.meta[PLACE] for op in _ops(part) if PLACE in op.meta] for part in scheduled.get_nodes())
     return {max(found) for found in places if found}
 
 
 def _are_far_apart(node1: Any, node2: Any) -> bool:
     """Whether the plan has a kernel of ATen between what two nodes of a body compute, and does not fuse them itself."""
     first, second = _places(node1), _places(node2)
-    planned = {place.kernel for place in first} & {place.kernel for place in second} - {-1}
+    planned = {place.kernel for place in first} & {place.kernel for place in second} - {""}
     return not planned and any(one.num_own_kernels != other.num_own_kernels for one in first for other in second)
 
 
