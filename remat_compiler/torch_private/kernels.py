@@ -78,8 +78,8 @@ def _ops(kernel: Any) -> Iterator[fx.Node]:
 
 def _planned_apart(choices: type[Any]) -> Any:
     """Inductor's choices, but what the plan computes at different times does not fuse: it would be computed once, at
-    the earlier one, and kept. Those are the values of two passes over a block, and in a body what has a kernel of
-    ATen between."""
+    the earlier one, and kept. Those are the values of two passes over a block, and what has a kernel of ATen
+    between."""
 
     class Apart(choices):  # type: ignore[misc]
         @staticmethod
@@ -88,30 +88,25 @@ def _planned_apart(choices: type[Any]) -> Any:
             return not apart and bool(choices.can_fuse(scheduler, node1, node2, shared_data_score))
 
         def uuid(self) -> str:
-            return "remat: passes apart, and sides of bodies"
+            return "remat: what the plan has apart"
 
     return Apart()
 
 
-def _origins(scheduled: Any) -> Iterator[fx.Node]:
-    """What the results of a scheduled node were in the graph."""
-    origins = (getattr(part.node, "origin_node", None) for part in scheduled.get_nodes())
-    return (origin for origin in origins if origin is not None)
-
-
 def _repetitions(scheduled: Any) -> frozenset[int]:
     """The passes that the results of a scheduled node belong to."""
-    return frozenset(repetition_of(origin.name) for origin in _origins(scheduled)) or frozenset((0,))
+    origins = (getattr(part.node, "origin_node", None) for part in scheduled.get_nodes())
+    return frozenset(repetition_of(origin.name) for origin in origins if origin is not None) or frozenset((0,))
 
 
 def _places(scheduled: Any) -> set[Place]:
-    """Where the results of a scheduled node stand in a body. Each is the last of the ops that it is computed by."""
+    """Where the results of a scheduled node stand in the plan. Each is the last of the ops that it is computed by."""
     places = ([op.meta[PLACE] for op in _ops(part) if PLACE in op.meta] for part in scheduled.get_nodes())
     return {max(found) for found in places if found}
 
 
 def _are_far_apart(node1: Any, node2: Any) -> bool:
-    """Whether the plan has a kernel of ATen between what two nodes of a body compute, and does not fuse them itself."""
+    """Whether the plan has a kernel of ATen between what two nodes compute, and does not fuse them itself."""
     first, second = _places(node1), _places(node2)
     planned = {place.kernel for place in first} & {place.kernel for place in second} - {""}
     return not planned and any(one.num_own_kernels != other.num_own_kernels for one in first for other in second)
