@@ -53,7 +53,7 @@ def extract(
         for module, side in ((forward, order.forward), (backward, order.backward))
     )
     if fuses:
-        _mark_places(forward, backward, MemoryModel(joint, fuses).kernels(cut))
+        _mark_places(forward, backward, MemoryModel(joint, fuses).kernels(cut, order))
     forward, backward = torch_private.thread_random_state(forward, backward)
     if fuses and joint.device_type == "cpu":
         computed = {v.name for v in joint.values if v.kind is OpKind.POINTWISE and v.base == v.index}

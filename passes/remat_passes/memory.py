@@ -383,10 +383,10 @@ class MemoryModel:
             peak_values=self._named(peak[1] | (self._outputs if peak[2] else set()) - self.inputs),
         )
 
-    def kernels(self, cut: Cut) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    def kernels(self, cut: Cut, order: Schedule) -> tuple[Mapping[str, str], Mapping[str, str]]:
         """The kernel that writes each value that is written, in forward and in backward, all by their names: a kernel
         has that of its side and of its first op."""
-        forward, backward = self._replays(cut, schedule(self.joint, cut, early=not self.fuses))
+        forward, backward = self._replays(cut, order)
         return forward.written_by(), backward.written_by()
 
     def _replays(self, cut: Cut, order: Schedule) -> tuple[_Replay, _Replay]:

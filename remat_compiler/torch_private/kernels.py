@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 
@@ -50,24 +50,16 @@ def _in_order_of(module: Any, kernels: Sequence[Any]) -> list[Any]:
     of its ops is."""
     places = {node: place for place, node in enumerate(module.graph.nodes)}
     makers = {name: at for at, kernel in enumerate(kernels) for name in kernel.get_buffer_names()}
-    waits: list[set[int]] = []
-    readers: list[list[int]] = [[] for _ in kernels]
-    for at, kernel in enumerate(kernels):
-        waits.append({makers[needed.name] for needed in kernel.unmet_dependencies if needed.name in makers} - {at})
-        for maker in waits[at]:
-            readers[maker].append(at)
     place_of = [max((places.get(op, -1) for op in _ops(kernel)), default=-1) for kernel in kernels]
-    ready = [(place_of[at], at) for at, waiting in enumerate(waits) if not waiting]
-    heapq.heapify(ready)
-    order: list[Any] = []
-    while ready:
-        _, at = heapq.heappop(ready)
-        order.append(kernels[at])
-        for reader in readers[at]:
-            waits[reader].discard(at)
-            if not waits[reader]:
-                heapq.heappush(ready, (place_of[reader], reader))
-    return order if len(order) == len(kernels) else list(kernels)
+    runs_before: nx.DiGraph[int] = nx.DiGraph()
+    runs_before.add_nodes_from(range(len(kernels)))
+    for at, kernel in enumerate(kernels):
+        needed = {makers[name] for name in (needs.name for needs in kernel.unmet_dependencies) if name in makers}
+        runs_before.add_edges_from((maker, at) for maker in needed - {at})
+    try:
+        return [kernels[at] for at in nx.lexicographical_topological_sort(runs_before, place_of.__getitem__)]
+    except nx.NetworkXUnfeasible:  # some wait for one another: Inductor is to say so
+        return list(kernels)
 
 
 def _ops(kernel: Any) -> Iterator[fx.Node]:
